@@ -1,0 +1,303 @@
+"""Text -> vocabulary -> windows -> epochs.
+
+First module of the reading order, right after the configuration; `model.py` comes next. It imports nothing of the
+project. Three mistakes that are easy to make are avoided here: the text is split *before* it is cut into windows,
+the vocabulary comes from the *whole* text, and the text is encoded *once*, not item by item.
+
+Shapes: N characters of text, T = block_size, B windows in a batch.
+"""
+
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler
+
+CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+CHUNK = 1 << 22  # characters encoded at a time: bounds the memory of the intermediate arrays to tens of megabytes
+
+
+@dataclass
+class DataConfig:
+    """Where the text is and how it is cut. Units and meaning: `gpt2_train_cfg.yaml`."""
+
+    path: str = "data/input.txt"
+    block_size: int = 64
+    train_split: float = 0.9
+    truncate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"data_config.block_size={self.block_size}: must be at least 1 character")
+        if not 0.0 < self.train_split < 1.0:
+            raise ValueError(f"data_config.train_split={self.train_split}: must lie between 0 and 1, both excluded")
+        if not 0.0 < self.truncate <= 1.0:
+            raise ValueError(f"data_config.truncate={self.truncate}: must be above 0 and at most 1 (the whole text)")
+
+
+def download_corpus(path: Path, url: str = CORPUS_URL, sha256: str = CORPUS_SHA256) -> None:
+    """Download a text to `path`, which appears complete and verified, or not at all.
+
+    Args:
+        path: the local file to create.
+        url: any fsspec URL.
+        sha256: the hexadecimal digest that the bytes must have.
+
+    Raises:
+        OSError: the download failed, was cut off, or does not have the digest.
+    """
+    options = {}
+    if url.startswith("http"):
+        import aiohttp  # what fsspec's http extra brings
+
+        # A firewall that drops packets answers never: give up after 10 silent seconds. Proxies come from the system.
+        timeout = aiohttp.ClientTimeout(total=300, sock_connect=10, sock_read=10)
+        options = {"client_kwargs": {"timeout": timeout, "trust_env": True}}
+    try:
+        with fsspec.open(url, "rb", **options) as source:
+            content = source.read()
+    except Exception as error:  # each of fsspec's backends raises errors of its own
+        raise OSError(f"{url}: {type(error).__name__}: {error}") from error
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != sha256:
+        raise OSError(f"{url}: got {len(content)} bytes with SHA-256 {digest}, expected {sha256}")
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside its target and then renamed: a reader sees no file or the whole file, however many write at once.
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_text(path: str) -> str:
+    """Read a whole text from any fsspec URL; `.gz` and other compressions are recognised by the name.
+
+    A byte-order mark is dropped and Windows line ends become newlines: neither is part of what the author wrote.
+
+    Raises:
+        ValueError: the text can't be read, is empty, or is not UTF-8 (with the offset of the first bad byte).
+    """
+    try:
+        with fsspec.open(path, "rb", compression="infer") as file:
+            content = file.read()
+    except Exception as error:  # each of fsspec's backends raises errors of its own
+        raise ValueError(
+            f"data_config.path={path} can't be read ({type(error).__name__}: {error}); "
+            "give a UTF-8 text file, or any fsspec URL of one"
+        ) from error
+    try:
+        text: str = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data_config.path={path} is not UTF-8: byte {content[error.start]:#04x} at offset {error.start}; "
+            "convert it, for example with iconv -t utf-8"
+        ) from error
+    del content
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = text.removeprefix("\ufeff")
+    if not text:
+        raise ValueError(f"data_config.path={path} is empty: there is nothing to train on")
+    return text
+
+
+def code_points(text: str) -> Iterator[np.ndarray]:
+    """Yield the Unicode code points of a text, uint32, in chunks, by numpy instead of a loop over characters."""
+    for start in range(0, len(text), CHUNK):
+        # "surrogatepass": a prompt from a command line can hold half characters; they are unknown, not an error here.
+        yield np.frombuffer(text[start : start + CHUNK].encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+
+
+class CharVocabulary:
+    """The characters that a model knows, sorted; a character's code is its index.
+
+    Args:
+        characters: each known character once, sorted; `CharVocabulary.of` collects them from a text. This string is
+            all that a snapshot needs to store.
+    """
+
+    def __init__(self, characters: str):
+        self.characters = characters
+        points = np.array([ord(c) for c in characters], dtype=np.int64)
+        size = int(points.max()) + 1 if len(points) else 0
+        # The smallest unsigned type that holds every code: one byte a character for most texts.
+        self.dtype = np.min_scalar_type(max(len(characters) - 1, 0))
+        self._code_of_point = np.zeros(size, dtype=self.dtype)
+        self._code_of_point[points] = np.arange(len(points), dtype=self.dtype)
+        self._is_known = np.zeros(size, dtype=bool)
+        self._is_known[points] = True
+
+    @classmethod
+    def of(cls, text: str) -> "CharVocabulary":
+        """Collect the vocabulary of a text."""
+        seen = np.zeros(0x110000, dtype=bool)  # one flag for each code point of Unicode
+        for points in code_points(text):
+            seen[points] = True
+        return cls("".join(map(chr, np.flatnonzero(seen))))
+
+    def __len__(self) -> int:
+        return len(self.characters)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Encode a text into the smallest unsigned type: (N,). Raises ValueError that names unknown characters."""
+        codes = np.empty(len(text), dtype=self.dtype)
+        start = 0
+        for points in code_points(text):
+            if points.max() >= len(self._is_known) or not self._is_known[points].all():
+                unknown = sorted(set(text) - set(self.characters))
+                raise ValueError(
+                    f"unknown characters {''.join(unknown)!r}; the vocabulary has these {len(self)}: "
+                    f"{self.characters!r}"
+                )
+            codes[start : start + len(points)] = self._code_of_point[points]
+            start += len(points)
+        return codes
+
+    def encode(self, text: str) -> Tensor:
+        """Encode a text: int64 (N,). Raises ValueError that names the characters that are not in the vocabulary."""
+        return torch.from_numpy(self.encode_array(text).astype(np.int64))
+
+    def decode(self, codes: Tensor) -> str:
+        """The text of codes (N,), the inverse of `encode`."""
+        return "".join(self.characters[code] for code in codes.tolist())
+
+
+def split_codes(codes: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Cut the text into a training part and an evaluation part: one cut, before any windows are made.
+
+    Windows drawn from one text and *then* split at random overlap: nearly every test window has a training window
+    shifted by one character, and the evaluation measures memory. Here the two parts share no character, and where the
+    cut lies is a function of the text and the fraction alone, the same on every rank and after every restart.
+
+    Returns:
+        (codes of the training text, codes of the evaluation text), views of `codes`.
+
+    Raises:
+        ValueError: a part is too short for one window of block_size characters and its last target.
+    """
+    codes = codes[: int(len(codes) * config.truncate)]
+    cut = int(len(codes) * config.train_split)
+    parts = codes[:cut], codes[cut:]
+    for name, part in zip(("training", "evaluation"), parts, strict=True):
+        if len(part) < config.block_size + 1:
+            raise ValueError(
+                f"data_config.path={config.path}: the {name} part of the text has {len(part)} characters, and "
+                f"block_size={config.block_size} needs at least {config.block_size + 1}; "
+                "give a longer text or a smaller data_config.block_size"
+            )
+    return parts
+
+
+class CharDataset(Dataset):
+    """All windows of an encoded text: `dataset[i]` is the one that starts at character i.
+
+    Args:
+        codes: the encoded text (N,), any unsigned type; it is not copied.
+        block_size: T, characters in a window.
+    """
+
+    def __init__(self, codes: np.ndarray, block_size: int):
+        self.codes, self.block_size = codes, block_size
+        # A view, not a copy: row i is codes[i : i + T + 1], a window and its last target.  (N - T, T + 1)
+        self.windows = np.lib.stride_tricks.sliding_window_view(codes, block_size + 1)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, start: int) -> tuple[Tensor, Tensor]:
+        """Window `start`: (x, y), each int64 (T,); y is x one character later."""
+        x, y = self.__getitems__([start])
+        return x[0], y[0]
+
+    def __getitems__(self, starts: list[int]) -> tuple[Tensor, Tensor]:
+        """Several windows by one indexing operation: (x, y), each int64 (B, T). DataLoader calls this by itself."""
+        windows = self.windows[np.asarray(starts)]  # (B, T + 1)
+        x = torch.from_numpy(windows[:, :-1].astype(np.int64))  # (B, T)
+        y = torch.from_numpy(windows[:, 1:].astype(np.int64))  # (B, T)
+        return x, y
+
+
+class WindowSampler(DistributedSampler):
+    """The order of an epoch: which windows make up each optimizer step, and which of them are this rank's.
+
+    An epoch is one pass over the text. It cuts the text at a random phase into windows that touch and don't overlap,
+    so that every character is a target once; it shuffles them; and it leaves a remainder smaller than one global
+    batch to the next epoch. Phase and order depend on (seed, epoch) alone: the B windows of an optimizer step are the
+    same however many ranks share them. (DistributedSampler itself would pad, and so repeat, to make shares equal.)
+
+    Args:
+        dataset: the windows to choose from.
+        batch_size: B, windows of one optimizer step over all ranks; a multiple of num_replicas.
+        num_replicas: how many ranks share each step.
+        rank: which of them this is.
+        seed: of phase and order; at least 0.
+
+    Raises:
+        ValueError: the text is too short for a single step.
+    """
+
+    def __init__(self, dataset: CharDataset, batch_size: int, num_replicas: int, rank: int, seed: int):
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
+        self.batch_size = batch_size
+        self.first_step = 0
+        self.targets = len(dataset.codes) - 1
+        self.steps_per_epoch = self.targets // (batch_size * dataset.block_size)
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                f"the training text has {self.targets + 1} characters, and one step of batch_size={batch_size} windows "
+                f"of block_size={dataset.block_size} needs {batch_size * dataset.block_size + 1}; "
+                "lower trainer_config.batch_size, or give a longer text"
+            )
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Choose the epoch of the next iteration, and the step in it to begin at (after a restart)."""
+        super().set_epoch(epoch)
+        self.first_step = first_step
+
+    def __len__(self) -> int:
+        return (self.steps_per_epoch - self.first_step) * self.batch_size // self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        T, B = self.dataset.block_size, self.batch_size  # type: ignore[attr-defined]
+        random = np.random.default_rng([self.seed, self.epoch])
+        slack = self.targets - self.steps_per_epoch * B * T  # targets that can't be in a full step of this epoch
+        phase = random.integers(min(T, slack + 1))
+        starts = phase + T * random.permutation((self.targets - phase) // T)
+        starts = starts[self.first_step * B : self.steps_per_epoch * B]
+        return iter(starts[self.rank :: self.num_replicas])
+
+
+def evaluation_batches(
+    codes: np.ndarray, block_size: int, batch_size: int, rank: int, world_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield one rank's share of an evaluation in which every target of the text counts exactly once over all ranks.
+
+    Args:
+        codes: the encoded evaluation text (N,).
+        block_size: T, characters in a window; the last window may be shorter.
+        batch_size: windows in a batch.
+        rank, world_size: windows rank, rank + world_size, ... are this rank's; shares may differ by one window.
+
+    Yields:
+        (x, y), each int64 (B, T); where the last window is short, y is -1, which the loss ignores.
+    """
+    starts = np.arange(0, len(codes) - 1, block_size)[rank::world_size]
+    for first in range(0, len(starts), batch_size):
+        positions = starts[first : first + batch_size, None] + np.arange(block_size)  # (B, T)
+        is_inside = positions < len(codes) - 1
+        positions = np.where(is_inside, positions, 0)
+        x = torch.from_numpy(codes[positions].astype(np.int64))  # (B, T)
+        y = torch.from_numpy(np.where(is_inside, codes[positions + 1], np.int64(-1)))  # (B, T)
+        yield x, y

@@ -1,0 +1,170 @@
+"""Entry point: configuration -> process group -> Trainer.
+
+Seventh module of the reading order; only this one knows Hydra. Start it with `torchrun --standalone main.py`, with
+`--nproc_per_node=N` for several processes, or without torchrun as `python main.py`.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from char_dataset import CharVocabulary, DataConfig, download_corpus, read_text, split_codes
+from distributed import Ranks, all_gather, process_group
+from model import GPT, ArchitectureConfig, GPTConfig
+from optimizer import OptimizerConfig
+from trainer import Trainer, TrainerConfig
+
+log = logging.getLogger(__name__)
+
+PROJECT = Path(__file__).resolve().parent
+BUNDLED_TEXT = PROJECT / "data" / "sample.txt"
+
+
+@dataclass
+class Config:
+    """The schema of `gpt2_train_cfg.yaml`: Hydra refuses a key or a type that is not in these dataclasses."""
+
+    data_config: DataConfig = field(default_factory=DataConfig)
+    gpt_config: ArchitectureConfig = field(default_factory=lambda: ArchitectureConfig(model_type="gpt-nano"))
+    optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer_config: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+ConfigStore.instance().store(name="base", node=Config)
+for recipe in sorted((PROJECT / "recipes").glob("*.yaml")):  # `+recipe=NAME` lays recipes/NAME.yaml over the defaults
+    ConfigStore.instance().store(group="recipe", name=recipe.stem, node=OmegaConf.load(recipe), package="_global_")
+# The default run directory and the default text lie in the project, wherever the command is typed.
+OmegaConf.register_new_resolver("project", lambda path: str(PROJECT / path))
+
+
+def set_up_logging(ranks: Ranks, run_dir: str) -> None:
+    """Rank 0 reports on the console and in main.log; the others speak up only when something is wrong."""
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if ranks.is_main:
+        handlers.append(logging.FileHandler(Path(run_dir) / "main.log", encoding="utf-8", delay=True))
+    name = "" if ranks.world_size == 1 or ranks.is_main else f"[rank {ranks.rank}] "
+    logging.basicConfig(
+        level=logging.INFO if ranks.is_main else logging.WARNING,
+        format=f"%(asctime)s {name}%(message)s",
+        datefmt="%H:%M:%S",
+        handlers=handlers,
+        force=True,
+    )
+
+
+def find_text(path: str, ranks: Ranks) -> tuple[str, str]:
+    """Where the text is. The default text is downloaded if it is missing; a text that the user gave is not replaced.
+
+    Returns:
+        (path or URL of the text to train on, why it is the bundled one: empty if it isn't).
+    """
+    if path != DataConfig.path:
+        return path, ""
+    default = PROJECT / path
+    failure = ""
+    if ranks.local_rank == 0 and not default.exists():  # one rank of each node fetches
+        log.info("downloading tiny-shakespeare to %s", default)
+        try:
+            download_corpus(default)
+        except OSError as error:
+            failure = str(error)
+    failures = [reason for reason in all_gather(failure) if reason]  # makes the others wait, and all nodes agree
+    if failures and ranks.is_main:
+        warn_bundled(failures[0])
+    return (str(BUNDLED_TEXT), failures[0]) if failures else (str(default), "")
+
+
+def warn_bundled(reason: str) -> None:
+    """Say that the run is not on tiny-shakespeare, so that nobody can miss it."""
+    log.warning(
+        "WARNING: no tiny-shakespeare (%s). Training on the short text that comes with the project, %s: losses won't "
+        "compare. Put a text at data/input.txt, or connect to the network, and start with trainer_config.resume=false.",
+        *(" ".join(reason.split()), BUNDLED_TEXT),
+    )
+
+
+def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_config: Any) -> Trainer:
+    """Make the text, the model and what trains it.
+
+    Raises:
+        ValueError: something about the configuration or the text is wrong, and the message says what.
+    """
+    config.trainer_config.sequences_per_forward(ranks.world_size)  # raises before a large text is read
+    text = read_text(path)
+    vocabulary = CharVocabulary.of(text)
+    train_codes, eval_codes = split_codes(vocabulary.encode_array(text), config.data_config)
+
+    torch.manual_seed(config.trainer_config.seed)  # the same on every rank: they start as one model
+    model_config = GPTConfig(
+        **vars(config.gpt_config), vocab_size=len(vocabulary), block_size=config.data_config.block_size
+    )
+    return Trainer(
+        config.trainer_config,
+        config.optimizer_config,
+        GPT(model_config),
+        vocabulary,
+        train_codes,
+        eval_codes,
+        ranks,
+        run_dir,
+        snapshot_path=config.trainer_config.snapshot_path or str(Path(run_dir) / "gpt_snapshot.pt"),
+        full_config=full_config,
+    )
+
+
+def fail(error: Exception) -> None:
+    """End with exit code 1 and one line that says what is wrong and what to do."""
+    message = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    sys.exit(f"error: {message}")
+
+
+@hydra.main(version_base="1.3", config_path=".", config_name="gpt2_train_cfg")
+@record  # inside Hydra's wrapper: the other way round, torchrun would not learn of a failure's traceback
+def train(cfg: DictConfig) -> None:
+    """Train as the configuration says."""
+    run_dir = HydraConfig.get().runtime.output_dir
+    group = contextlib.ExitStack()
+    try:
+        config: Any = OmegaConf.to_object(cfg)  # checks all values
+        ranks = group.enter_context(process_group(config.trainer_config.timeout_minutes))
+        set_up_logging(ranks, run_dir)
+        path, why_bundled = find_text(config.data_config.path, ranks)
+        trainer = build_trainer(config, path, ranks, run_dir, OmegaConf.to_container(cfg, resolve=True))
+        trainer.resume()
+    except (ValueError, OSError) as error:  # the user's to mend; what `fit` raises is a bug, and shows its traceback
+        with contextlib.suppress(OSError):
+            os.rmdir(run_dir)  # Hydra made it; leave none behind that is empty
+        fail(error)
+    with group:
+        if ranks.is_main:
+            OmegaConf.save(cfg, Path(run_dir) / "config.yaml", resolve=True)
+        trainer.fit()
+    if why_bundled:
+        warn_bundled(why_bundled)
+
+
+def main() -> None:
+    """`train`, with Hydra's own complaints (an unknown key, a wrong type) in one line as well."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hand errors on to us, and tracebacks of bugs uncut to the user
+    try:
+        train()
+    except (HydraException, OmegaConfBaseException) as error:
+        what, why = (str(e).splitlines()[0].rstrip(".") for e in (error, error.__cause__ or error))
+        fail(ValueError(f"{what} ({why}); gpt2_train_cfg.yaml explains all keys and their values"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Parameter groups, optimizers and the learning-rate schedule.
+
+Third module of the reading order: `model.py` says what is learned, this one how it changes in a step;
+`distributed.py` comes next.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.optim import AdamW, Muon, Optimizer
+
+
+@dataclass
+class OptimizerConfig:
+    """How a step is made from a gradient. Units and meaning: `gpt2_train_cfg.yaml`."""
+
+    name: str = "adamw"
+    learning_rate: float = 1e-3
+    muon_learning_rate: float = 0.02
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup_steps: int = 100
+    min_lr_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"optimizer_config.betas={list(self.betas)}: must be two numbers from 0 to below 1")
+        self.betas = (self.betas[0], self.betas[1])  # YAML knows lists only
+        if self.name not in ("adamw", "muon"):
+            raise ValueError(f"optimizer_config.name={self.name}: must be adamw or muon")
+        for name in ("learning_rate", "muon_learning_rate"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ValueError(f"optimizer_config.{name}={getattr(self, name)}: must be a positive number")
+        if not 0.0 <= self.weight_decay < math.inf:
+            raise ValueError(f"optimizer_config.weight_decay={self.weight_decay}: must be at least 0")
+        if self.warmup_steps < 0:
+            raise ValueError(f"optimizer_config.warmup_steps={self.warmup_steps}: must be at least 0 optimizer steps")
+        if not 0.0 <= self.min_lr_ratio <= 1.0:
+            raise ValueError(f"optimizer_config.min_lr_ratio={self.min_lr_ratio}: must be from 0 to 1")
+
+
+def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, min_lr_ratio: float) -> float:
+    """What the learning rates are multiplied by at an optimizer step: linear warm-up, then half a cosine.
+
+    A pure function of the step: a restart, another number of ranks or of accumulation steps can't shift it.
+
+    Args:
+        step: the optimizer step, counted from 0.
+        warmup_steps: steps over which the factor rises to 1; the first step already has 1 / warmup_steps of it.
+        total_steps: the step at which the cosine arrives at the bottom.
+        min_lr_ratio: the bottom, as a fraction of the peak.
+
+    Returns:
+        A factor from 0 to 1.
+    """
+    # 1. Warm-up: Adam's estimates of the gradient's scale are poor at first.
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    # 2. Past the end.
+    if step >= total_steps:
+        return min_lr_ratio
+    # 3. In between: from 1 at the end of the warm-up down to min_lr_ratio at total_steps (SGDR, 1608.03983).
+    progress = (step - warmup_steps) / (total_steps - warmup_steps)
+    return min_lr_ratio + (1.0 - min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Sort the trainable parameters into those that decay and those that don't.
+
+    Weight decay pulls a matrix that multiplies activations towards a simpler function. Biases, norms and embeddings
+    have nothing to gain from being small: an embedding of a rare token would fade away between its appearances. The
+    head is tied to the embedding, so it counts as one.
+
+    Returns:
+        (matrices, all others), each parameter once: a parameter that two modules share is one parameter.
+    """
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if p.ndim >= 2 and id(p) not in embeddings]
+    chosen = {id(p) for p in matrices}
+    return matrices, [p for p in trainable if id(p) not in chosen]
+
+
+class MuonWithAdamW(Optimizer):
+    """Muon for the matrices of the blocks and AdamW for everything else, as one optimizer.
+
+    Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal matrix: every direction in it is
+    learned at the same speed, not only the few that dominate the gradient. It has no meaning for vectors and
+    embeddings. The two are one object because they must step, and after a float16 overflow not step, together.
+    """
+
+    def __init__(self, matrices: dict[str, Any], others: dict[str, Any], betas: tuple[float, float]):
+        # Each part adopts the very dictionary that stands in self.param_groups: a new "lr" there reaches it.
+        super().__init__([matrices, others], {})
+        self.parts = {
+            "muon": Muon([matrices], lr=matrices["lr"], weight_decay=matrices["weight_decay"]),
+            "adamw": AdamW([others], lr=others["lr"], betas=betas, fused=True),
+        }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step both parts."""
+        for part in self.parts.values():
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dictionaries of both parts, by name."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        for name, part in self.parts.items():
+            part.load_state_dict(state_dict[name])
+        self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
+
+
+def create_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """Make the optimizer, with every trainable parameter of the model in exactly one group.
+
+    Each group keeps its peak learning rate in "initial_lr"; `set_learning_rate` sets "lr" from it.
+    """
+    matrices, others = split_parameters(model)
+    decaying = {"params": matrices, "weight_decay": config.weight_decay, "lr": config.learning_rate}
+    constant = {"params": others, "weight_decay": 0.0, "lr": config.learning_rate}
+    optimizer: Optimizer
+    if config.name == "muon":
+        decaying["lr"] = config.muon_learning_rate
+        optimizer = MuonWithAdamW(decaying, constant, config.betas)
+    else:
+        # fused: one kernel updates all parameters, instead of some ten for each of them.
+        optimizer = AdamW([decaying, constant], lr=config.learning_rate, betas=config.betas, fused=True)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
+    """Set every group's learning rate to its peak times the factor of `learning_rate_factor`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+
+
+def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a saved state, but keep the learning rates, betas and decay of the present configuration.
+
+    `load_state_dict` alone brings the saved ones back, and a changed configuration silently does nothing.
+    """
+    configured = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, wanted in zip(optimizer.param_groups, configured, strict=True):
+        group.update(wanted)

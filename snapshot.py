@@ -1,0 +1,190 @@
+"""What is saved of a run, and how it gets to the disk whole or not at all.
+
+Fifth module of the reading order: `distributed.py` before it, `trainer.py`, which fills and empties the snapshots,
+after it. It alone writes through fsspec, so a snapshot can live at any URL (a local path, s3://, gs://, memory://).
+
+A snapshot is a plain dictionary of tensors, numbers and strings: `torch.load` reads it without running any code.
+"""
+
+import io
+import logging
+import os
+import posixpath
+import uuid
+import zipfile
+from typing import Any
+
+import fsspec
+import torch
+from fsspec.implementations.local import LocalFileSystem
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1  # raise it when an older program would misread what this one writes
+
+Snapshot = dict[str, Any]
+
+
+class DamagedSnapshotError(ValueError):
+    """A file that is no whole snapshot: cut off, altered, empty, or something else altogether."""
+
+
+def previous_url(url: str) -> str:
+    """Where the last but one snapshot is kept: gpt_snapshot.pt -> gpt_snapshot.prev.pt."""
+    return _with_tag(url, "prev")
+
+
+def best_url(url: str) -> str:
+    """Where the snapshot with the lowest evaluation loss is kept: gpt_snapshot.pt -> gpt_snapshot.best.pt."""
+    return _with_tag(url, "best")
+
+
+def _with_tag(url: str, tag: str) -> str:
+    stem, extension = posixpath.splitext(url)
+    return f"{stem}.{tag}{extension}"
+
+
+def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True) -> None:
+    """Write a snapshot; at every moment there is a whole one, at `url` or at `previous_url(url)`.
+
+    The state is copied once, into memory, and written from there: twice its size is needed for a moment.
+
+    Args:
+        snapshot: tensors, numbers, strings, and lists, tuples and dictionaries of them.
+        url: a path or any fsspec URL.
+        keep_previous: keep what was there before at `previous_url(url)`.
+
+    Raises:
+        OSError: the target can't be written; what was there before is unharmed.
+    """
+    buffer = io.BytesIO()
+    torch.save({"format_version": FORMAT_VERSION, **snapshot}, buffer)
+    filesystem, path = fsspec.url_to_fs(url)
+    if not isinstance(filesystem, LocalFileSystem):
+        if keep_previous and filesystem.exists(path):
+            filesystem.copy(path, previous_url(path))
+        # Object stores can't rename, but one whole PUT appears at once or not at all.
+        filesystem.pipe_file(path, buffer.getvalue())
+        return
+
+    folder = os.path.dirname(path)
+    os.makedirs(folder, exist_ok=True)
+    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+    try:
+        with open(temporary, "xb") as file:
+            file.write(buffer.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())  # the bytes must be on the disk before the name points to them
+        if keep_previous and os.path.exists(path):
+            os.replace(path, previous_url(path))
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+    if os.name == "posix":  # a rename is an entry in the directory, and that must reach the disk too
+        directory = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def load_snapshot(url: str) -> Snapshot:
+    """Read a snapshot and verify every byte that counts; tensors arrive on the CPU.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedSnapshotError: the file is not a whole snapshot.
+        ValueError: it was written by a newer version of this program.
+        OSError: it can't be read for another reason, a refused permission for example.
+    """
+    filesystem, path = fsspec.url_to_fs(url)
+    buffer = io.BytesIO(filesystem.cat_file(path))
+    try:
+        # torch.load doesn't look at the checksums: a flipped bit in a tensor would pass.
+        with zipfile.ZipFile(buffer) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise DamagedSnapshotError(f"checksum of {damaged} is wrong")
+        buffer.seek(0)
+        # weights_only: a pickle can run any program; this reads data and refuses everything else.
+        snapshot = torch.load(buffer, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged files raise almost anything: zip, pickle, key, value, Unicode errors, EOF
+        reason = str(error).split("\n")[0]
+        raise DamagedSnapshotError(f"{url} is not a whole snapshot ({type(error).__name__}: {reason})") from error
+    if not isinstance(snapshot, dict) or "format_version" not in snapshot:
+        raise DamagedSnapshotError(f"{url} is not a snapshot of this program")
+    if snapshot["format_version"] > FORMAT_VERSION:
+        raise ValueError(
+            f"{url} has format {snapshot['format_version']}, and this program reads up to {FORMAT_VERSION}; "
+            "use the newer program that wrote it"
+        )
+    return snapshot
+
+
+def load_newest(url: str) -> Snapshot | None:
+    """The snapshot at `url`, or the previous one where that is missing or damaged; None where there never was one.
+
+    Raises:
+        ValueError: there are snapshots, and all are damaged. That is never taken for a fresh start.
+        OSError: it can't be known whether there is one.
+    """
+    problems = []
+    for candidate in (url, previous_url(url)):
+        try:
+            snapshot = load_snapshot(candidate)
+        except FileNotFoundError:
+            continue
+        except DamagedSnapshotError as error:
+            log.warning("%s", error)
+            problems.append(str(error))
+            continue
+        if problems:
+            log.warning("going on from the previous snapshot, %s", candidate)
+        return snapshot
+    if problems:
+        raise ValueError(
+            f"{'; '.join(problems)}: no usable snapshot is left. "
+            "Put one back, or start over with trainer_config.resume=false, which moves these files aside"
+        )
+    return None
+
+
+def set_aside(url: str) -> list[str]:
+    """Rename a run's snapshots to names that are free, so that a new run can take their place.
+
+    Returns:
+        The new names.
+    """
+    filesystem, path = fsspec.url_to_fs(url)
+    existing = [p for p in (path, previous_url(path), best_url(path)) if filesystem.exists(p)]
+    number = 1
+    while any(filesystem.exists(f"{p}.old{number}") for p in existing):
+        number += 1
+    renamed = [f"{p}.old{number}" for p in existing]
+    for old, new in zip(existing, renamed, strict=True):
+        filesystem.mv(old, new)
+    return renamed
+
+
+def check_matches(snapshot: Snapshot, expected: Snapshot) -> None:
+    """Raise ValueError, with both values side by side, where a snapshot doesn't belong to this run.
+
+    Args:
+        snapshot: what was loaded.
+        expected: entries that must be equal, of the same names; dictionaries are compared key by key.
+    """
+    differences = []
+    for name, wanted in expected.items():
+        saved = snapshot.get(name)
+        if isinstance(wanted, dict) and isinstance(saved, dict):
+            for key in {**saved, **wanted}:
+                if saved.get(key) != wanted.get(key):
+                    differences.append(f"{name}.{key}: {saved.get(key)!r} there, {wanted.get(key)!r} here")
+        elif saved != wanted:
+            differences.append(f"{name}: {saved!r} there, {wanted!r} here")
+    if differences:
+        raise ValueError(
+            f"the snapshot is of another run ({'; '.join(differences)}); give this run a directory of its own with "
+            "hydra.run.dir=runs/NAME, or start over with trainer_config.resume=false, which moves the old files aside"
+        )

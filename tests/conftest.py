@@ -1,0 +1,72 @@
+"""What the tests share: small models, small texts, and real processes that run the program."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PROJECT = Path(__file__).resolve().parent.parent
+SAMPLE_TEXT = PROJECT / "data" / "sample.txt"
+
+# Two processes that each use all cores wait for each other actively, and are many times slower than one.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+
+# A run of seconds: a model of 8,000 parameters, 20 steps, in float32 so that results compare exactly.
+TINY_RUN = [
+    f"data_config.path={SAMPLE_TEXT}",
+    "data_config.block_size=16",
+    "data_config.truncate=0.1",
+    "gpt_config.n_layer=2",
+    "gpt_config.n_head=2",
+    "gpt_config.n_embd=16",
+    "trainer_config.batch_size=12",
+    "trainer_config.max_steps=20",
+    "trainer_config.max_epochs=1",
+    "trainer_config.use_amp=false",
+    "trainer_config.sample_tokens=20",
+    "trainer_config.log_every_steps=1",
+    "trainer_config.eval_every_steps=10",
+    "trainer_config.save_every_steps=5",
+]
+
+
+def run_program(
+    *command: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 100, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of the project in a process of its own, wait for it, and return what it printed."""
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd or PROJECT,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        input=stdin,
+        check=False,
+    )
+
+
+def train(run_dir: Path, *overrides: object, ranks: int | None = None, **kwargs) -> subprocess.CompletedProcess[str]:
+    """Run main.py on the tiny configuration: without torchrun, or under it with so many ranks."""
+    launcher: list[object] = [sys.executable]
+    if ranks is not None:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return run_program(*launcher, PROJECT / "main.py", f"hydra.run.dir={run_dir}", *TINY_RUN, *overrides, **kwargs)
+
+
+def read_losses(run_dir: Path, tag: str = "train/loss") -> dict[int, float]:
+    """A run's recorded scalars, by optimizer step, from its TensorBoard events."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(tag)}
+
+
+@pytest.fixture
+def sample_text() -> str:
+    return SAMPLE_TEXT.read_text(encoding="utf-8")

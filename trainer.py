@@ -1,0 +1,463 @@
+"""The training loop: steps, evaluation, snapshots.
+
+Sixth module of the reading order: it puts together what the five before it made, and `main.py` starts it. Read `fit`
+first, it is the table of contents; then `_train_step` and `evaluate`.
+"""
+
+import dataclasses
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader
+
+from char_dataset import CharDataset, CharVocabulary, WindowSampler, evaluation_batches
+from distributed import Ranks, all_reduce_sum, broadcast_from_main, gather_on_main
+from model import GPT
+from optimizer import (
+    OptimizerConfig,
+    create_optimizer,
+    learning_rate_factor,
+    load_optimizer_state,
+    set_learning_rate,
+)
+from snapshot import Snapshot, best_url, check_matches, load_newest, save_snapshot, set_aside
+
+log = logging.getLogger(__name__)
+
+AMP_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+@dataclass
+class TrainerConfig:
+    """How long, in what portions and how precisely to train. Units and meaning: `gpt2_train_cfg.yaml`."""
+
+    max_epochs: int = 1
+    max_steps: int | None = None
+    batch_size: int = 32
+    micro_batch_size: int | None = None
+    data_loader_workers: int = 0
+    grad_norm_clip: float | None = 1.0
+    snapshot_path: str | None = None
+    use_amp: bool = True
+    amp_dtype: str = "auto"
+    compile: bool = False
+    seed: int = 1337
+    resume: bool = True
+    log_every_steps: int = 10
+    eval_every_steps: int = 250
+    save_every_steps: int = 250
+    sample_tokens: int = 500
+    timeout_minutes: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("max_epochs", "batch_size", "log_every_steps", "eval_every_steps", "save_every_steps"),
+            *("max_steps", "micro_batch_size", "timeout_minutes", "grad_norm_clip"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"trainer_config.{name}={value}: must be above 0")
+        for name in ("data_loader_workers", "seed", "sample_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"trainer_config.{name}={getattr(self, name)}: must be at least 0")
+        if self.amp_dtype not in AMP_DTYPES:
+            raise ValueError(f"trainer_config.amp_dtype={self.amp_dtype}: must be one of {', '.join(AMP_DTYPES)}")
+        if not self.use_amp and self.amp_dtype not in ("auto", "float32"):
+            raise ValueError(
+                f"trainer_config.use_amp=false trains in float32, and amp_dtype={self.amp_dtype} contradicts it; "
+                "set one or the other"
+            )
+
+    def sequences_per_forward(self, world_size: int) -> int:
+        """The micro-batch of one rank, in sequences: what was asked for, or all of the rank's share of a step.
+
+        Raises:
+            ValueError: batch_size is not a whole number of micro-batches on every rank.
+        """
+        micro = self.micro_batch_size or max(1, self.batch_size // world_size)
+        if self.batch_size % (world_size * micro):
+            raise ValueError(
+                f"trainer_config.batch_size={self.batch_size} is not divisible by {world_size} ranks x "
+                f"micro_batch_size={micro} = {world_size * micro}; every rank must get the same number of micro-batches"
+            )
+        return micro
+
+
+def choose_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
+    """The type that matrix products are computed in; the weights themselves stay float32.
+
+    Raises:
+        ValueError: the type that was asked for can't be had on this device.
+    """
+    # 1. No mixed precision.
+    if not config.use_amp or config.amp_dtype == "float32":
+        return torch.float32
+    can_bfloat16 = _computes_in_bfloat16(device)
+    # 2. The best that the hardware really computes in. bfloat16 has float32's range and needs no scaler; float16 is
+    #    for older GPUs that only have that; elsewhere narrow types are emulated and only cost.
+    if config.amp_dtype == "auto":
+        if can_bfloat16:
+            return torch.bfloat16
+        return torch.float16 if device.type == "cuda" else torch.float32
+    # 3. What the user insists on, wherever torch can do it at all (slowly, perhaps: that is how CPUs test float16).
+    if not torch.amp.is_autocast_available(device.type):
+        raise ValueError(
+            f"trainer_config.amp_dtype={config.amp_dtype} can't be had on device {device.type}, which has no mixed "
+            "precision in this torch; use amp_dtype=auto"
+        )
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}[config.amp_dtype]
+
+
+def _computes_in_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        capabilities: dict[str, Any] = getattr(
+            torch.cpu, "get_capabilities", dict
+        )()  # torch before 2.12 can't tell: float32
+        return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
+    return device.type == "xpu"
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of one rank's dropout in one optimizer step: ranks and steps draw independent masks.
+
+    Seeding every step anew, instead of saving the generator's state, makes a restarted run draw the same masks.
+    """
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
+
+
+def fingerprint(*parts: np.ndarray) -> str:
+    """SHA-256 of arrays in their order, hexadecimal."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(str(part.shape).encode())
+        digest.update(np.ascontiguousarray(part).data)
+    return digest.hexdigest()
+
+
+class _Silent:
+    """Stands in for the TensorBoard writer on ranks that don't write: takes every call and does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+class Trainer:
+    """Trains a GPT on the windows of a text.
+
+    Args:
+        config, optimizer_config: what the user chose.
+        model: the GPT, initialised alike on all ranks, still on the CPU.
+        vocabulary: of the text; goes into the snapshots.
+        train_codes, eval_codes: the two parts of the encoded text.
+        ranks: this process's place among the ranks.
+        run_dir: where TensorBoard's events go.
+        snapshot_path: path or fsspec URL of the snapshot.
+        full_config: the whole configuration as plain dictionaries; goes into the snapshots.
+
+    Raises:
+        ValueError: the numbers don't fit together (see the message).
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        optimizer_config: OptimizerConfig,
+        model: GPT,
+        vocabulary: CharVocabulary,
+        train_codes: np.ndarray,
+        eval_codes: np.ndarray,
+        ranks: Ranks,
+        run_dir: str,
+        snapshot_path: str,
+        full_config: dict[str, Any],
+    ):
+        self.config, self.optimizer_config, self.full_config = config, optimizer_config, full_config
+        self.vocabulary, self.eval_codes, self.ranks = vocabulary, eval_codes, ranks
+        self.run_dir, self.snapshot_path = run_dir, snapshot_path
+        self.corpus = fingerprint(train_codes, eval_codes) if ranks.is_main else ""
+
+        self.micro_batch_size = config.sequences_per_forward(ranks.world_size)
+        self.accumulation_steps = config.batch_size // (self.micro_batch_size * ranks.world_size)
+        self.block_size = model.config.block_size
+        self.dtype = choose_dtype(config, ranks.device)
+
+        self.raw_model = model.to(ranks.device)  # saved, evaluated and sampled under its own names
+        if config.compile:
+            self.raw_model.compile()
+        self.model: torch.nn.Module = self.raw_model  # trained
+        if ranks.world_size > 1:
+            self.model = DistributedDataParallel(self.raw_model, gradient_as_bucket_view=True)
+        self.optimizer = create_optimizer(self.raw_model, optimizer_config)
+        # float16 alone needs its losses scaled up to keep small gradients; disabled, the scaler passes all through.
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
+
+        dataset = CharDataset(train_codes, self.block_size)
+        self.sampler = WindowSampler(dataset, config.batch_size, ranks.world_size, ranks.rank, config.seed)
+        self.loader = DataLoader(
+            dataset,
+            batch_size=self.micro_batch_size,
+            sampler=self.sampler,
+            num_workers=config.data_loader_workers,
+            collate_fn=_as_it_is,
+            pin_memory=ranks.device.type == "cuda",
+            generator=torch.Generator(),  # or the loader would draw from the global one, and shift the dropout
+        )
+
+        # All that changes while training, apart from the weights and the optimizer's state:
+        self.step = 0  # optimizer steps done
+        self.total_steps = config.max_epochs * self.sampler.steps_per_epoch
+        if config.max_steps is not None:
+            self.total_steps = min(self.total_steps, config.max_steps)
+        self.best_eval_loss = math.inf  # nats a character
+        self.writer: Any = _Silent()
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def fit(self) -> None:
+        """Train from where the run stands to its end. `resume` first, unless the run starts from scratch."""
+        self._log_header()
+        self._open_writer()
+        batches = self._batches()
+        self.model.train()
+        clock, clock_step = time.perf_counter(), self.step
+        while True:
+            if self._is_due(self.config.eval_every_steps):
+                self._evaluate_and_keep_best()
+            if self.step >= self.total_steps:
+                break
+            loss, grad_norm = self._train_step(batches)
+            self.step += 1
+            if self._is_due(self.config.log_every_steps):
+                self._log_step(loss, grad_norm, (self.step - clock_step) / (time.perf_counter() - clock))
+                clock, clock_step = time.perf_counter(), self.step
+            if self._is_due(self.config.save_every_steps):
+                self._save(self.snapshot_path)
+        self._log_summary()
+        self.writer.close()
+
+    def _is_due(self, every: int) -> bool:
+        """Whether something that happens every so many steps, and at the end, happens now."""
+        return self.step > 0 and (self.step % every == 0 or self.step >= self.total_steps)
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches from the present step on, epoch after epoch: (x, y), each int64 (B, T)."""
+        while True:
+            epoch, first_step = divmod(self.step, self.sampler.steps_per_epoch)
+            self.sampler.set_epoch(epoch, first_step)
+            for x, y in self.loader:
+                device = self.ranks.device
+                yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+    def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """One optimizer step on one global batch.
+
+        Returns:
+            (this rank's mean loss in nats, the gradient's norm before clipping): scalars, still on the device, because
+            reading them would make the program wait for it.
+        """
+        torch.manual_seed(step_seed(self.config.seed, self.step, self.ranks.rank))
+        set_learning_rate(self.optimizer, self._learning_rate_factor())
+        total_loss = torch.zeros((), device=self.ranks.device)
+        for micro_step in range(self.accumulation_steps):
+            x, y = next(batches)  # (B, T) each
+            with self._gradients_stay_local(until=micro_step == self.accumulation_steps - 1):
+                with self._autocast():
+                    _, loss = self.model(x, y)
+                # Micro-batches and ranks are equally large, so the mean of their means is the global batch's mean.
+                loss = loss / self.accumulation_steps
+                self.scaler.scale(loss).backward()  # scale: lifts small float16 gradients above zero
+            total_loss += loss.detach()
+        self.scaler.unscale_(self.optimizer)  # before clipping, which must see the true norm
+        grad_norm = clip_grad_norm_(self.raw_model.parameters(), self.config.grad_norm_clip or math.inf)
+        self.scaler.step(self.optimizer)  # leaves the step out where a gradient overflowed
+        self.scaler.update()  # and lowers the scale then
+        self.optimizer.zero_grad(set_to_none=True)
+        return total_loss, grad_norm
+
+    def _gradients_stay_local(self, until: bool) -> AbstractContextManager[None]:
+        """Around forward and backward: no all-reduce of the gradients until the last micro-batch of a step."""
+        if until or not isinstance(self.model, DistributedDataParallel):
+            return nullcontext()
+        return self.model.no_sync()
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.ranks.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def _learning_rate_factor(self) -> float:
+        c = self.optimizer_config
+        return learning_rate_factor(self.step, c.warmup_steps, self.total_steps, c.min_lr_ratio)
+
+    # ------------------------------------------------------------------------------------------------ evaluation
+
+    def evaluate(self) -> float:
+        """Mean loss over every target of the evaluation text, each scored once, in nats a character, on all ranks."""
+        sums = gather_on_main(list(self._sum_losses()), self.ranks)
+        if len(sums) > 1:
+            per_rank = ", ".join(f"{loss_sum / max(count, 1):.4f} on {count:.0f}" for loss_sum, count in sums)
+            log.info("evaluation losses of the ranks: %s characters", per_rank)
+        # Sum first, divide once: ranks may hold different counts. Only rank 0 has anything to sum.
+        mean = sum(s for s, _ in sums) / sum(count for _, count in sums) if sums else 0.0
+        return float(broadcast_from_main(mean))
+
+    @torch.no_grad()
+    def _sum_losses(self) -> tuple[float, float]:
+        """(Sum of the losses, number of targets) over this rank's share of the evaluation text."""
+        losses, counts = [], []
+        was_training = self.raw_model.training
+        self.raw_model.eval()  # or dropout would make the loss too high, and another one every time
+        try:
+            for x, y in evaluation_batches(
+                self.eval_codes, self.block_size, self.micro_batch_size, self.ranks.rank, self.ranks.world_size
+            ):
+                with self._autocast():
+                    _, loss = self.raw_model(x.to(self.ranks.device), y.to(self.ranks.device))
+                losses.append(loss)
+                counts.append(int((y != -1).sum()))
+        finally:
+            self.raw_model.train(was_training)
+        means = torch.stack(losses).tolist() if losses else []
+        return sum(m * count for m, count in zip(means, counts, strict=True)), float(sum(counts))
+
+    def _evaluate_and_keep_best(self) -> None:
+        loss = self.evaluate()
+        log.info("step %d: evaluation loss %.4f (%.3f bits a character)", self.step, loss, loss / math.log(2))
+        self.writer.add_scalar("eval/loss", loss, self.step)
+        self.writer.add_scalar("eval/bits_per_char", loss / math.log(2), self.step)
+        if loss < self.best_eval_loss:
+            self.best_eval_loss = loss
+            self._save(best_url(self.snapshot_path), keep_previous=False)
+
+    @torch.no_grad()
+    def sample(self, tokens: int) -> str:
+        """Text of the present model that starts after a line's end (or, where the text has no lines, anywhere)."""
+        start = "\n" if "\n" in self.vocabulary.characters else self.vocabulary.characters[0]
+        idx = self.vocabulary.encode(start)[None].to(self.ranks.device)  # (1, 1)
+        random = torch.Generator(self.ranks.device).manual_seed(self.config.seed)
+        out = self.raw_model.generate(idx, tokens, temperature=0.8, do_sample=True, generator=random)  # (1, 1 + tokens)
+        return self.vocabulary.decode(out[0, 1:])
+
+    # ------------------------------------------------------------------------------------------------ snapshots
+
+    def _identity(self) -> Snapshot:
+        """What a snapshot must share with this run to be continued by it."""
+        return {
+            "model_config": dataclasses.asdict(self.raw_model.config),
+            "vocabulary": self.vocabulary.characters,
+            "optimizer_name": self.optimizer_config.name,
+            "corpus": self.corpus,
+        }
+
+    def _save(self, url: str, keep_previous: bool = True) -> None:
+        if not self.ranks.is_main:
+            return
+        save_snapshot(
+            {
+                **self._identity(),
+                "step": self.step,
+                "samples": self.step * self.config.batch_size,
+                "model": self.raw_model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "best_eval_loss": self.best_eval_loss,
+                "config": self.full_config,
+                "torch_version": str(torch.__version__),
+            },
+            url,
+            keep_previous,
+        )
+
+    def resume(self) -> None:
+        """Go on from the run's snapshot if there is one; with resume=false, move old snapshots aside instead.
+
+        Raises:
+            ValueError: the snapshot is of another run, or damaged beyond its predecessor.
+        """
+        snapshot = None
+        if self.ranks.is_main:
+            if self.config.resume:
+                snapshot = load_newest(self.snapshot_path)
+                if snapshot is not None:
+                    check_matches(snapshot, self._identity())
+            else:
+                for name in set_aside(self.snapshot_path):
+                    log.info("moved an old snapshot aside: %s", name)
+        # Read once, by one rank: the others may have no access, and must not see another file.
+        snapshot = broadcast_from_main(snapshot)
+        if snapshot is None:
+            return
+        self.raw_model.load_state_dict(snapshot["model"])
+        load_optimizer_state(self.optimizer, snapshot["optimizer"])
+        self.scaler.load_state_dict(snapshot["scaler"])
+        self.step = snapshot["step"]
+        self.best_eval_loss = snapshot["best_eval_loss"]
+        log.info("going on from %s at step %d", self.snapshot_path, self.step)
+        for group, values in self.full_config.items():
+            for key, value in values.items():
+                old = snapshot["config"].get(group, {}).get(key)
+                if old != value:
+                    log.info("the configuration has changed and wins: %s.%s was %s, is %s", group, key, old, value)
+
+    # ------------------------------------------------------------------------------------------------ words
+
+    def _open_writer(self) -> None:
+        if self.ranks.is_main:
+            from torch.utils.tensorboard import SummaryWriter  # a second of imports that other ranks save
+
+            # purge_step: what was logged after the snapshot that a run resumes from would stand there twice.
+            self.writer = SummaryWriter(self.run_dir, purge_step=self.step)
+
+    def _log_header(self) -> None:
+        c = self.raw_model.config
+        log.info(
+            "model: %.2f M parameters (%d layers, %d heads, width %d, context %d, vocabulary %d)",
+            *(self.raw_model.num_parameters() / 1e6, c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size),
+        )
+        log.info(
+            "text: %d characters to train on, %d to evaluate on; %d steps an epoch, %d in all",
+            *(self.sampler.targets + 1, len(self.eval_codes), self.sampler.steps_per_epoch, self.total_steps),
+        )
+        log.info(
+            "a step: %d windows = %d ranks x %d micro-batches of %d; %s on %s, optimizer %s",
+            *(self.config.batch_size, self.ranks.world_size, self.accumulation_steps, self.micro_batch_size),
+            *(str(self.dtype).removeprefix("torch."), self.ranks.device, self.optimizer_config.name),
+        )
+        log.info("snapshot: %s", self.snapshot_path)
+
+    def _log_step(self, loss: Tensor, grad_norm: Tensor, steps_per_second: float) -> None:
+        """Report a step; the only place where the loop waits for the device."""
+        mean_loss = all_reduce_sum([loss.item()])[0] / self.ranks.world_size
+        tokens_per_second = steps_per_second * self.config.batch_size * self.block_size
+        learning_rate = self.optimizer.param_groups[-1]["lr"]
+        self.writer.add_scalar("train/loss", mean_loss, self.step)
+        self.writer.add_scalar("train/learning_rate", learning_rate, self.step)
+        self.writer.add_scalar("train/grad_norm", grad_norm.item(), self.step)
+        self.writer.add_scalar("train/tokens_per_second", tokens_per_second, self.step)
+        log.info(
+            "step %d/%d: loss %.4f, learning rate %.2e, %.0f tokens/s",
+            *(self.step, self.total_steps, mean_loss, learning_rate, tokens_per_second),
+        )
+
+    def _log_summary(self) -> None:
+        if self.ranks.is_main and self.config.sample_tokens:
+            text = self.sample(self.config.sample_tokens)
+            self.writer.add_text("samples", f"```\n{text}\n```", self.step)
+            log.info("a sample:\n\n%s\n", text)
+        log.info("finished: %d steps, best evaluation loss %.4f", self.step, self.best_eval_loss)
+
+
+def _as_it_is(batch: Any) -> Any:
+    """The loader's collate function: `CharDataset.__getitems__` has already put the batch together."""
+    return batch
