@@ -5,10 +5,13 @@ a launcher sets. There is one path: a run without a launcher is a world of one r
 """
 
 import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -79,12 +82,12 @@ def process_group(timeout_minutes: float) -> Iterator[Ranks]:
     if device.type not in ("cpu", "mps"):
         backend += f",{device.type}:{dist.get_default_backend_for_device(device)}"
 
-    # After a restart torchrun's store still holds the addresses of the workers that died, and half of all restarts
-    # fail with "connection refused". A prefix for each attempt keeps them apart.
+    # After a restart, a store that torchrun keeps still holds the addresses of the workers that died, and half of all
+    # restarts fail with "connection refused". A prefix for each attempt keeps them apart. (Between nodes the counts
+    # can differ; there torchrun is told to make a new store each time: see the README.)
     store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-    store = dist.PrefixStore(  # type: ignore[attr-defined]
-        f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-    )
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend,
         store=store,
@@ -95,6 +98,53 @@ def process_group(timeout_minutes: float) -> Iterator[Ranks]:
     )
     yield Ranks(rank, int(os.environ["LOCAL_RANK"]), world_size, device)
     dist.destroy_process_group()  # not after an error: it may wait for ranks that are waiting for this one
+
+
+class StopRequest:
+    """Remembers the first SIGTERM, SIGINT or SIGHUP, so that the loop can stop at the end of a step.
+
+    Attributes:
+        signal: its number; 0 while there is none.
+    """
+
+    def __init__(self) -> None:
+        self.signal, self._since = 0, 0.0
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+    def listen(self) -> None:
+        """Install the handler, in place of what the signals would do."""
+        for name in ("SIGTERM", "SIGINT", "SIGHUP"):
+            if hasattr(signal, name):  # Windows has no SIGHUP
+                signal.signal(getattr(signal, name), self._remember)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        # One Ctrl-C can arrive twice, from the terminal and from torchrun; a second one comes later, and means now.
+        if self.signal and number == signal.SIGINT and time.monotonic() - self._since > 1.0:
+            os._exit(128 + number)
+        if not self.signal:
+            self.signal, self._since = number, time.monotonic()
+
+    def is_orphaned(self) -> bool:
+        """Whether the launcher is gone. Nobody would restart or stop this process, so it should leave."""
+        return self._launcher is not None and os.getppid() != self._launcher
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone: that one's error is the root cause, not this."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def ignore_signals(worker_id: int) -> None:
+    """For the loader's worker processes: signals go to the whole process group, and stopping is the rank's business."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def all_reduce_max(values: list[int]) -> list[int]:
+    """Each value's maximum over all ranks, on every rank: how ranks agree on something that any of them noticed."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
 
 
 def all_reduce_sum(values: list[float]) -> list[float]:

@@ -22,10 +22,11 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from char_dataset import CharVocabulary, DataConfig, download_corpus, read_text, split_codes
-from distributed import Ranks, all_gather, process_group
+from distributed import Ranks, all_gather, is_lost_connection, process_group
 from model import GPT, ArchitectureConfig, GPTConfig
 from optimizer import OptimizerConfig
-from trainer import Trainer, TrainerConfig
+from snapshot import lock
+from trainer import RunError, Trainer, TrainerConfig
 
 log = logging.getLogger(__name__)
 
@@ -138,22 +139,33 @@ def train(cfg: DictConfig) -> None:
     run_dir = HydraConfig.get().runtime.output_dir
     group = contextlib.ExitStack()
     try:
-        config: Any = OmegaConf.to_object(cfg)  # checks all values
+        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))
         ranks = group.enter_context(process_group(config.trainer_config.timeout_minutes))
+        if ranks.is_main:
+            lock(run_dir)
         set_up_logging(ranks, run_dir)
         path, why_bundled = find_text(config.data_config.path, ranks)
         trainer = build_trainer(config, path, ranks, run_dir, OmegaConf.to_container(cfg, resolve=True))
         trainer.resume()
-    except (ValueError, OSError) as error:  # the user's to mend; what `fit` raises is a bug, and shows its traceback
+    except (ValueError, OSError) as error:  # the user's to mend; in `fit` they would be bugs, and show a traceback
         with contextlib.suppress(OSError):
             os.rmdir(run_dir)  # Hydra made it; leave none behind that is empty
         fail(error)
     with group:
         if ranks.is_main:
             OmegaConf.save(cfg, Path(run_dir) / "config.yaml", resolve=True)
-        trainer.fit()
-    if why_bundled:
+        try:
+            trainer.fit()
+        except RunError as error:  # all ranks agree on it, so that one line is enough
+            fail(error) if ranks.is_main else sys.exit(1)
+        except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
+            fail(RuntimeError(f"rank {ranks.rank} has lost another rank, whose own output says why"))
+    if why_bundled and ranks.is_main:
         warn_bundled(why_bundled)
+    if trainer.stop_signal:
+        sys.exit(128 + trainer.stop_signal)  # as if the signal had killed it: a scheduler must not think it is done
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ after it. It alone writes through fsspec, so a snapshot can live at any URL (a l
 A snapshot is a plain dictionary of tensors, numbers and strings: `torch.load` reads it without running any code.
 """
 
+import glob
 import io
 import logging
 import os
@@ -42,6 +43,50 @@ def best_url(url: str) -> str:
 def _with_tag(url: str, tag: str) -> str:
     stem, extension = posixpath.splitext(url)
     return f"{stem}.{tag}{extension}"
+
+
+def lock(run_dir: str) -> None:
+    """Claim a run directory until this process ends, however it ends.
+
+    Raises:
+        ValueError: another process has it; two runs would overwrite each other's snapshots.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such locks: there it is up to the user
+        return
+    directory = os.open(run_dir, os.O_RDONLY)  # stays open: the lock goes when the process goes, killed or not
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"another run is at work in {run_dir}; wait for its end, or give this one a directory of its own with "
+            "hydra.run.dir=runs/NAME"
+        ) from error
+    except OSError as error:  # some network file systems know no locks
+        log.warning("%s can't be locked (%s): start no second run there", run_dir, error)
+
+
+def prepare(url: str) -> None:
+    """Remove what a killed process left half-written, and find out whether a snapshot can be written, before training.
+
+    Raises:
+        ValueError: it can't.
+    """
+    filesystem, path = fsspec.url_to_fs(url)
+    probe = f"{path}.{uuid.uuid4().hex}.tmp"
+    try:
+        if isinstance(filesystem, LocalFileSystem):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            for leftover in glob.glob(glob.escape(posixpath.splitext(path)[0]) + ".*.tmp"):
+                os.unlink(leftover)
+        filesystem.pipe_file(probe, b"can this be written?")
+        filesystem.rm_file(probe)
+    except Exception as error:  # each of fsspec's backends raises errors of its own
+        raise ValueError(
+            f"snapshots can't be written to {url} ({type(error).__name__}: {error}); free some space, get permission, "
+            "or name another place with trainer_config.snapshot_path"
+        ) from error
 
 
 def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import logging
 import math
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +23,15 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from char_dataset import CharDataset, CharVocabulary, WindowSampler, evaluation_batches
-from distributed import Ranks, all_reduce_sum, broadcast_from_main, gather_on_main
+from distributed import (
+    Ranks,
+    StopRequest,
+    all_reduce_max,
+    all_reduce_sum,
+    broadcast_from_main,
+    gather_on_main,
+    ignore_signals,
+)
 from model import GPT
 from optimizer import (
     OptimizerConfig,
@@ -31,7 +40,7 @@ from optimizer import (
     load_optimizer_state,
     set_learning_rate,
 )
-from snapshot import Snapshot, best_url, check_matches, load_newest, save_snapshot, set_aside
+from snapshot import Snapshot, best_url, check_matches, load_newest, prepare, save_snapshot, set_aside
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +156,10 @@ def fingerprint(*parts: np.ndarray) -> str:
     return digest.hexdigest()
 
 
+class RunError(Exception):
+    """The run can't go on, and it is no bug: the message says, in one line, what happened and what to do."""
+
+
 class _Silent:
     """Stands in for the TensorBoard writer on ranks that don't write: takes every call and does nothing."""
 
@@ -213,6 +226,7 @@ class Trainer:
             num_workers=config.data_loader_workers,
             collate_fn=_as_it_is,
             pin_memory=ranks.device.type == "cuda",
+            worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # or the loader would draw from the global one, and shift the dropout
         )
 
@@ -222,12 +236,22 @@ class Trainer:
         if config.max_steps is not None:
             self.total_steps = min(self.total_steps, config.max_steps)
         self.best_eval_loss = math.inf  # nats a character
+        self.stop_request = StopRequest()
+        self.stop_signal = 0  # the signal on which all ranks agreed to stop; 0: go on
+        self.save_error = ""  # why the last save failed; empty: it didn't
         self.writer: Any = _Silent()
 
     # ------------------------------------------------------------------------------------------------ the loop
 
     def fit(self) -> None:
-        """Train from where the run stands to its end. `resume` first, unless the run starts from scratch."""
+        """Train from where the run stands to its end, or until a signal asks to stop (`stop_signal` tells).
+
+        Call `resume` first, unless the run starts from scratch.
+
+        Raises:
+            RunError: the loss or the gradient is not finite, the launcher died, or the end could not be saved.
+        """
+        self.stop_request.listen()
         self._log_header()
         self._open_writer()
         batches = self._batches()
@@ -236,21 +260,24 @@ class Trainer:
         while True:
             if self._is_due(self.config.eval_every_steps):
                 self._evaluate_and_keep_best()
-            if self.step >= self.total_steps:
+            if self.step >= self.total_steps or self.stop_signal:
                 break
             loss, grad_norm = self._train_step(batches)
             self.step += 1
             if self._is_due(self.config.log_every_steps):
                 self._log_step(loss, grad_norm, (self.step - clock_step) / (time.perf_counter() - clock))
                 clock, clock_step = time.perf_counter(), self.step
-            if self._is_due(self.config.save_every_steps):
+            if self._is_due(self.config.save_every_steps) or self.stop_signal:
                 self._save(self.snapshot_path)
         self._log_summary()
         self.writer.close()
+        if self.save_error:
+            raise RunError(f"the last snapshot could not be saved: {self.save_error}")
 
-    def _is_due(self, every: int) -> bool:
-        """Whether something that happens every so many steps, and at the end, happens now."""
-        return self.step > 0 and (self.step % every == 0 or self.step >= self.total_steps)
+    def _is_due(self, every: int, ahead: int = 0) -> bool:
+        """Whether what happens every so many steps, and at the end, happens now, or so many steps ahead."""
+        step = self.step + ahead
+        return step > 0 and (step % every == 0 or step >= self.total_steps)
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches from the present step on, epoch after epoch: (x, y), each int64 (B, T)."""
@@ -282,10 +309,36 @@ class Trainer:
             total_loss += loss.detach()
         self.scaler.unscale_(self.optimizer)  # before clipping, which must see the true norm
         grad_norm = clip_grad_norm_(self.raw_model.parameters(), self.config.grad_norm_clip or math.inf)
+        self._agree_to_step(total_loss, grad_norm)
         self.scaler.step(self.optimizer)  # leaves the step out where a gradient overflowed
         self.scaler.update()  # and lowers the scale then
         self.optimizer.zero_grad(set_to_none=True)
         return total_loss, grad_norm
+
+    def _agree_to_step(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Let all ranks decide together, while the weights are still unchanged, whether to go on.
+
+        Raises:
+            RunError: on some rank the loss or the gradient is not finite, or the launcher is gone.
+        """
+        # On an accelerator, reading a number makes the program wait: there only steps that wait anyway are looked at,
+        # and those that are saved. On a CPU the number is at hand.
+        due = self._is_due(self.config.log_every_steps, 1) or self._is_due(self.config.save_every_steps, 1)
+        is_broken = False
+        if due or self.ranks.device.type == "cpu":
+            # An infinite gradient is float16's daily life: the scaler leaves that step out.
+            is_broken = not (math.isfinite(loss) and (self.scaler.is_enabled() or math.isfinite(grad_norm)))
+        broken, orphaned, self.stop_signal = all_reduce_max(
+            [is_broken, self.stop_request.is_orphaned(), self.stop_request.signal]
+        )
+        if broken:
+            raise RunError(
+                f"step {self.step + 1}: the loss or its gradient is not finite, at learning rates "
+                f"{[group['lr'] for group in self.optimizer.param_groups]}; the last snapshot is from before. "
+                "Lower the learning rates or trainer_config.grad_norm_clip, and start again"
+            )
+        if orphaned:
+            raise RunError(f"step {self.step + 1}: torchrun is gone; leaving without another snapshot")
 
     def _gradients_stay_local(self, until: bool) -> AbstractContextManager[None]:
         """Around forward and backward: no all-reduce of the gradients until the last micro-batch of a step."""
@@ -363,21 +416,24 @@ class Trainer:
     def _save(self, url: str, keep_previous: bool = True) -> None:
         if not self.ranks.is_main:
             return
-        save_snapshot(
-            {
-                **self._identity(),
-                "step": self.step,
-                "samples": self.step * self.config.batch_size,
-                "model": self.raw_model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self.scaler.state_dict(),
-                "best_eval_loss": self.best_eval_loss,
-                "config": self.full_config,
-                "torch_version": str(torch.__version__),
-            },
-            url,
-            keep_previous,
-        )
+        snapshot = {
+            **self._identity(),
+            "step": self.step,
+            "samples": self.step * self.config.batch_size,
+            "model": self.raw_model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "best_eval_loss": self.best_eval_loss,
+            "config": self.full_config,
+            "torch_version": str(torch.__version__),
+        }
+        self.writer.flush()  # the curves up to here belong to it
+        try:
+            save_snapshot(snapshot, url, keep_previous)
+            self.save_error = ""
+        except Exception as error:  # a full disk, a store that answers 500: the next save may work again
+            self.save_error = f"{url}: {type(error).__name__}: {error}"
+            log.error("step %d could not be saved, training goes on: %s", self.step, self.save_error)
 
     def resume(self) -> None:
         """Go on from the run's snapshot if there is one; with resume=false, move old snapshots aside instead.
@@ -387,6 +443,7 @@ class Trainer:
         """
         snapshot = None
         if self.ranks.is_main:
+            prepare(self.snapshot_path)
             if self.config.resume:
                 snapshot = load_newest(self.snapshot_path)
                 if snapshot is not None:
@@ -403,7 +460,9 @@ class Trainer:
         self.scaler.load_state_dict(snapshot["scaler"])
         self.step = snapshot["step"]
         self.best_eval_loss = snapshot["best_eval_loss"]
-        log.info("going on from %s at step %d", self.snapshot_path, self.step)
+        log.info("going on from %s after step %d of %d", self.snapshot_path, self.step, self.total_steps)
+        if self.step >= self.total_steps:
+            log.info("this run is already finished: there is nothing left to train")
         for group, values in self.full_config.items():
             for key, value in values.items():
                 old = snapshot["config"].get(group, {}).get(key)
@@ -451,11 +510,16 @@ class Trainer:
         )
 
     def _log_summary(self) -> None:
+        if self.stop_signal:
+            name = signal.Signals(self.stop_signal).name
+            log.info("stopped by %s after step %d of %d; the same command goes on", name, self.step, self.total_steps)
+            return
         if self.ranks.is_main and self.config.sample_tokens:
             text = self.sample(self.config.sample_tokens)
             self.writer.add_text("samples", f"```\n{text}\n```", self.step)
             log.info("a sample:\n\n%s\n", text)
         log.info("finished: %d steps, best evaluation loss %.4f", self.step, self.best_eval_loss)
+        log.info("to go on, raise trainer_config.max_epochs; to start over, set trainer_config.resume=false")
 
 
 def _as_it_is(batch: Any) -> Any:
