@@ -139,13 +139,15 @@ def train(cfg: DictConfig) -> None:
     run_dir = HydraConfig.get().runtime.output_dir
     group = contextlib.ExitStack()
     try:
-        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))
+        values: Any = OmegaConf.to_container(cfg, resolve=True)
+        # Into the schema once more: a key added with "+" has got past Hydra.
+        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
         ranks = group.enter_context(process_group(config.trainer_config.timeout_minutes))
         if ranks.is_main:
             lock(run_dir)
         set_up_logging(ranks, run_dir)
         path, why_bundled = find_text(config.data_config.path, ranks)
-        trainer = build_trainer(config, path, ranks, run_dir, OmegaConf.to_container(cfg, resolve=True))
+        trainer = build_trainer(config, path, ranks, run_dir, values)
         trainer.resume()
     except (ValueError, OSError) as error:  # the user's to mend; in `fit` they would be bugs, and show a traceback
         with contextlib.suppress(OSError):
@@ -174,8 +176,8 @@ def main() -> None:
     try:
         train()
     except (HydraException, OmegaConfBaseException) as error:
-        what, why = (str(e).splitlines()[0].rstrip(".") for e in (error, error.__cause__ or error))
-        fail(ValueError(f"{what} ({why}); gpt2_train_cfg.yaml explains all keys and their values"))
+        lines = [str(e).splitlines()[0].rstrip(".") for e in (error, error.__cause__) if e is not None]
+        fail(ValueError(f"{': '.join(lines)}; gpt2_train_cfg.yaml explains all keys and their values"))
 
 
 if __name__ == "__main__":
