@@ -4,15 +4,17 @@ Fourth module of the reading order; after it come `snapshot.py` and `trainer.py`
 a launcher sets. There is one path: a run without a launcher is a world of one rank.
 """
 
+import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -98,6 +100,18 @@ def process_group(timeout_minutes: float) -> Iterator[Ranks]:
     )
     yield Ranks(rank, int(os.environ["LOCAL_RANK"]), world_size, device)
     dist.destroy_process_group()  # not after an error: it may wait for ranks that are waiting for this one
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code, and without Python's own clean-up.
+
+    gloo's threads outlive `destroy_process_group` where DDP has used them, and when Python clears away the tensors
+    that they still hold, it sometimes aborts: a run that succeeded would end with SIGABRT, and be restarted.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class StopRequest:

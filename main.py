@@ -8,9 +8,10 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 import torch
@@ -22,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from char_dataset import CharVocabulary, DataConfig, download_corpus, read_text, split_codes
-from distributed import Ranks, all_gather, is_lost_connection, process_group
+from distributed import Ranks, all_gather, is_lost_connection, leave, process_group
 from model import GPT, ArchitectureConfig, GPTConfig
 from optimizer import OptimizerConfig
 from snapshot import lock
@@ -126,13 +127,13 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_co
     )
 
 
-def fail(error: Exception) -> None:
+def fail(error: Exception) -> NoReturn:
     """End with exit code 1 and one line that says what is wrong and what to do."""
     message = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
     sys.exit(f"error: {message}")
 
 
-@hydra.main(version_base="1.3", config_path=".", config_name="gpt2_train_cfg")
+@hydra.main(version_base="1.3", config_path=str(PROJECT), config_name="gpt2_train_cfg")
 @record  # inside Hydra's wrapper: the other way round, torchrun would not learn of a failure's traceback
 def train(cfg: DictConfig) -> None:
     """Train as the configuration says."""
@@ -149,7 +150,7 @@ def train(cfg: DictConfig) -> None:
         path, why_bundled = find_text(config.data_config.path, ranks)
         trainer = build_trainer(config, path, ranks, run_dir, values)
         trainer.resume()
-    except (ValueError, OSError) as error:  # the user's to mend; in `fit` they would be bugs, and show a traceback
+    except (ValueError, OSError, OmegaConfBaseException) as error:  # the user's to mend; in `fit`, it would be a bug
         with contextlib.suppress(OSError):
             os.rmdir(run_dir)  # Hydra made it; leave none behind that is empty
         fail(error)
@@ -163,7 +164,9 @@ def train(cfg: DictConfig) -> None:
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
-            fail(RuntimeError(f"rank {ranks.rank} has lost another rank, whose own output says why"))
+            print(f"rank {ranks.rank} has lost another rank, whose own output says why", file=sys.stderr, flush=True)
+            time.sleep(3)  # torchrun names the first process that ends as the root cause: that isn't this one
+            sys.exit(1)
     if why_bundled and ranks.is_main:
         warn_bundled(why_bundled)
     if trainer.stop_signal:
@@ -173,11 +176,18 @@ def train(cfg: DictConfig) -> None:
 def main() -> None:
     """`train`, with Hydra's own complaints (an unknown key, a wrong type) in one line as well."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hand errors on to us, and tracebacks of bugs uncut to the user
+    code: Any = 0
     try:
         train()
+    except SystemExit as request:
+        code = request.code
     except (HydraException, OmegaConfBaseException) as error:
         lines = [str(e).splitlines()[0].rstrip(".") for e in (error, error.__cause__) if e is not None]
-        fail(ValueError(f"{': '.join(lines)}; gpt2_train_cfg.yaml explains all keys and their values"))
+        code = f"error: {': '.join(lines)}; gpt2_train_cfg.yaml explains all keys and their values"
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    leave(code or 0)
 
 
 if __name__ == "__main__":

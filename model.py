@@ -103,8 +103,10 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: flo
     """
     if q.device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
-            q, k, v = q.float(), k.float(), v.float()
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
+            y = F.scaled_dot_product_attention(
+                q.float(), k.float(), v.float(), dropout_p=dropout_p, is_causal=is_causal
+            )
+            return y.to(q.dtype)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
 
 
@@ -207,7 +209,7 @@ def choose_token(
     generator: torch.Generator | None,
 ) -> Tensor:
     """One token for each row of logits (B, V): int64 (B, 1)."""
-    if not do_sample or temperature == 0.0:
+    if not do_sample or temperature < 1e-30:  # such a temperature is 0, and float32 could not divide by it
         return logits.argmax(dim=-1, keepdim=True)
     logits = (logits - logits.amax(dim=-1, keepdim=True)).float() / temperature  # the largest is 0: no overflow
     if top_k is not None:

@@ -213,7 +213,9 @@ class Trainer:
         self.model: torch.nn.Module = self.raw_model  # trained
         if ranks.world_size > 1:
             self.model = DistributedDataParallel(self.raw_model, gradient_as_bucket_view=True)
-        self.optimizer = create_optimizer(self.raw_model, optimizer_config)
+        # float16 has too small a range for Muon's products.
+        muon_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        self.optimizer = create_optimizer(self.raw_model, optimizer_config, muon_dtype)
         # float16 alone needs its losses scaled up to keep small gradients; disabled, the scaler passes all through.
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
 
@@ -476,7 +478,7 @@ class Trainer:
             from torch.utils.tensorboard import SummaryWriter  # a second of imports that other ranks save
 
             # purge_step: what was logged after the snapshot that a run resumes from would stand there twice.
-            self.writer = SummaryWriter(self.run_dir, purge_step=self.step)
+            self.writer = SummaryWriter(self.run_dir, purge_step=self.step + 1)
 
     def _log_header(self) -> None:
         c = self.raw_model.config

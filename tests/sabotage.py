@@ -1,0 +1,32 @@
+"""main.py with one fault built in, for test_faults.py: `torchrun tests/sabotage.py FAULT STEP RANK overrides...`.
+
+At optimizer step STEP, rank RANK raises, hangs, or gets a loss that is not a number.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import main
+from trainer import Trainer
+
+fault, step, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+del sys.argv[1:4]
+train_step = Trainer._train_step
+
+
+def sabotaged(trainer, batches):
+    if trainer.step == step and trainer.ranks.rank == rank:
+        if fault == "raise":
+            raise RuntimeError("the very root of the evil")
+        if fault == "hang":
+            time.sleep(1000)
+        if fault == "nan":
+            next(trainer.raw_model.parameters()).register_hook(lambda gradient: gradient * float("nan"))
+    return train_step(trainer, batches)
+
+
+Trainer._train_step = sabotaged  # type: ignore[method-assign]
+main.main()

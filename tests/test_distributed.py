@@ -1,0 +1,163 @@
+"""Who am I among the ranks: real runs of two processes, of two nodes, of one without a launcher."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import PROJECT, TINY_RUN, read_losses, run_program, train
+
+from distributed import choose_device, process_group
+from snapshot import load_snapshot
+
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    """An environment without a launcher's variables; what a test adds to them is taken out again."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.setenv(name, "")  # makes pytest remember that it wasn't there
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def assert_one_writer(run_dir: Path) -> None:
+    """The run left one set of files, written by one process."""
+    assert len(list(run_dir.glob("events.out.tfevents.*"))) == 1
+    assert not list(run_dir.glob("*.tmp"))
+    lines = (run_dir / "main.log").read_text(encoding="utf-8").splitlines()
+    reports = [line.split(" ", 1)[1] for line in lines if " step " in line or "model:" in line or "finished" in line]
+    # 20 training steps, 2 evaluations, the model's size, and the end.
+    assert len(reports) >= 20 + 2 + 2
+    assert len(set(reports)) == len(reports)
+    assert load_snapshot(str(run_dir / "gpt_snapshot.pt"))["step"] == 20
+    assert list(read_losses(run_dir)) == list(range(1, 21))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("two_ranks")
+    return folder, train(folder / "run", ranks=2)
+
+
+def test_two_ranks_share_one_run_directory_and_one_writer(two_ranks):
+    """Catches a time-stamped directory for every rank, and ranks that log or write events beside rank 0."""
+    folder, process = two_ranks
+    assert process.returncode == 0, process.stderr
+    assert [path.name for path in folder.iterdir()] == ["run"]
+    assert_one_writer(folder / "run")
+
+
+def test_the_console_speaks_once(two_ranks):
+    """Catches reports printed by every rank."""
+    _, process = two_ranks
+    for step in range(1, 21):
+        assert process.stderr.count(f"step {step}/20:") == 1
+
+
+def test_every_ranks_evaluation_is_in_the_log(two_ranks):
+    """Catches an evaluation of one rank's share only."""
+    folder, _ = two_ranks
+    log = (folder / "run" / "main.log").read_text(encoding="utf-8")
+    assert log.count("257, ") == 2  # 513 targets: 17 windows of 16 less 15, and 16 windows
+    assert log.count("256 characters") == 2
+
+
+def test_two_nodes_finish_with_one_writer(tmp_path):
+    """Catches MASTER_ADDR set in the program, and a writer or a gather list chosen by local_rank == 0."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    launcher += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--rdzv_id=test"]
+    command = [*launcher, str(PROJECT / "main.py"), f"hydra.run.dir={tmp_path / 'run'}", *TINY_RUN]
+    nodes = [
+        subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        outputs = [node.communicate(timeout=100) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert_one_writer(tmp_path / "run")
+    # Only the node of rank 0 reports: which of the two that is, the rendezvous decides.
+    assert sorted("step 20/20" in stderr for _, stderr in outputs) == [False, True]
+
+
+def test_runs_without_a_launcher(tmp_path):
+    """Catches a program that needs torchrun, or two GPUs: on a CPU it must train, and exit with 0."""
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    process = subprocess.run(
+        [sys.executable, PROJECT / "main.py", f"hydra.run.dir={tmp_path}", *TINY_RUN],
+        env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert "float32 on cpu" in process.stderr
+    assert_one_writer(tmp_path)
+
+
+def test_a_failure_of_one_rank_fails_the_job(tmp_path):
+    """Catches an exit code of 0 after a failure: a scheduler would think that the run is done."""
+    program = tmp_path / "fails.py"
+    program.write_text(
+        "from distributed import process_group, all_gather\n"
+        "with process_group(1.0) as ranks:\n"
+        "    all_gather(ranks.rank)\n"
+        "    assert ranks.rank != 1, 'this rank fails'\n"
+        "    all_gather(ranks.rank)\n"  # the others wait here, and must not wait for long
+    )
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    process = run_program(*launcher, program, env={"PYTHONPATH": str(PROJECT)}, timeout=30)
+    assert process.returncode != 0
+    assert "this rank fails" in process.stderr
+
+
+@pytest.mark.parametrize("has_rank", [True, False], ids=["all-variables", "address-and-port-only"])
+def test_keeps_the_launchers_address_and_port(no_launcher, has_rank):
+    """Catches MASTER_ADDR or MASTER_PORT overwritten: under torchrun the ranks would wait for each other forever."""
+    port = free_port()
+    given = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    if has_rank:
+        given |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in given.items():
+        no_launcher.setenv(name, value)
+    with process_group(1.0):
+        assert {name: os.environ[name] for name in given} == given
+        socket.create_connection(("localhost", port), timeout=5).close()  # that is where the ranks meet
+
+
+def test_a_world_of_one_without_a_launcher(no_launcher):
+    """Catches defaults that make a start without torchrun hang, or count the ranks wrongly."""
+    with process_group(1.0) as ranks:
+        assert (ranks.rank, ranks.local_rank, ranks.world_size) == (0, 0, 1)
+        assert ranks.is_main
+        assert dist.get_world_size() == 1
+    assert not dist.is_initialized()
+
+
+def test_devices(monkeypatch):
+    """Catches a CPU machine that is refused, ranks that share a device, and a device of the wrong index."""
+    chosen = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    assert choose_device(3) == torch.device("cpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    assert choose_device(1) == torch.device("xpu", 1)
+    assert chosen == [1]
+    with pytest.raises(ValueError, match=r"local rank 2 .* 2 of type xpu"):
+        choose_device(2)

@@ -1,0 +1,425 @@
+"""Faults, done for real: signals, kills, full disks, damaged files, and runs that must end as if nothing had been."""
+
+import http.server
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PROJECT, TINY_RUN, read_losses, run_program, train
+
+from snapshot import load_newest, load_snapshot, prepare, save_snapshot
+
+# Long enough to be interrupted, and with everything on that makes an exact restart hard.
+LONG_RUN = [
+    *TINY_RUN,
+    "data_config.truncate=1.0",
+    "trainer_config.max_epochs=2",
+    "trainer_config.max_steps=300",
+    "trainer_config.micro_batch_size=3",
+    "trainer_config.eval_every_steps=150",
+    "trainer_config.save_every_steps=20",
+    "gpt_config.embd_pdrop=0.1",
+    "gpt_config.resid_pdrop=0.1",
+    "gpt_config.attn_pdrop=0.1",
+]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+
+
+def start(run_dir: Path, *overrides: str, launcher: list[str] = TORCHRUN) -> subprocess.Popen[str]:
+    """Start the long run in a process group of its own; its output goes to a file beside the run directory."""
+    with open(f"{run_dir}.out", "a") as out:
+        return subprocess.Popen(
+            [*launcher, str(PROJECT / "main.py"), f"hydra.run.dir={run_dir}", *LONG_RUN, *overrides],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            cwd=PROJECT,
+        )
+
+
+def output(run_dir: Path) -> str:
+    return Path(f"{run_dir}.out").read_text()
+
+
+def wait_for_step(run_dir: Path, step: int) -> None:
+    """Wait until the run has reported a step."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        log = run_dir / "main.log"
+        if log.exists() and any(int(n) >= step for n in re.findall(r"step (\d+)/", log.read_text())):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} never came:\n{output(run_dir)}")
+
+
+def workers(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that a launcher has started, in order."""
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still there after {seconds} s"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def assert_identical(run: Path, undisturbed: Path) -> None:
+    """Weights, optimizer and logged losses are equal to the last bit."""
+    a, b = load_snapshot(str(run / "gpt_snapshot.pt")), load_snapshot(str(undisturbed / "gpt_snapshot.pt"))
+    assert a["step"] == b["step"] == 300
+    for part in ("model", "optimizer", "scaler"):
+        left, right = dict(tensors(a[part])), dict(tensors(b[part]))
+        assert left.keys() == right.keys()
+        for name in left:
+            assert torch.equal(torch.as_tensor(left[name]), torch.as_tensor(right[name])), f"{part}: {name}"
+    assert read_losses(run) == read_losses(undisturbed)
+    assert read_losses(run, "eval/loss") == read_losses(undisturbed, "eval/loss")
+
+
+def tensors(value: object, name: str = ""):
+    """All tensors and numbers in a snapshot's part, with their names."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from tensors(inner, f"{name}.{key}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from tensors(inner, f"{name}.{index}")
+    elif isinstance(value, torch.Tensor | int | float):
+        yield name, value
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """The long run with two ranks, never interrupted."""
+    run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    process = start(run_dir)
+    assert process.wait(100) == 0, output(run_dir)
+    return run_dir
+
+
+def test_a_killed_rank_costs_nothing(undisturbed, tmp_path):
+    """A restart that repeats or skips a batch, a dropout mask or a piece of optimizer state ends elsewhere."""
+    run_dir = tmp_path / "run"
+    process = start(run_dir)
+    for step in (random.randrange(25, 100), random.randrange(120, 280)):
+        wait_for_step(run_dir, step)
+        os.kill(random.choice(workers(process)), signal.SIGKILL)
+        time.sleep(0.5)
+    assert process.wait(100) == 0, output(run_dir)
+    assert output(run_dir).count("going on from") == 2
+    assert_identical(run_dir, undisturbed)
+
+
+def test_a_stopped_run_goes_on_as_if_nothing_had_been(undisturbed, tmp_path):
+    """A signal that only one rank gets, torn ranks apart; a stop that saves nothing loses up to save_every steps."""
+    run_dir = tmp_path / "run"
+    process = start(run_dir)
+    wait_for_step(run_dir, random.randrange(25, 140))
+    os.kill(workers(process)[1], signal.SIGTERM)  # one rank alone, and not the one that writes
+    wait_until_gone([*workers(process)][:2], 10)
+    os.kill(process.pid, signal.SIGKILL)  # or torchrun would restart them: to it, a signal is a failure
+    process.wait()
+    wait_for_step(run_dir, 25)
+    assert "stopped by SIGTERM" in output(run_dir)
+    process = start(run_dir)
+    assert process.wait(100) == 0, output(run_dir)
+    assert_identical(run_dir, undisturbed)
+
+
+def test_the_number_of_ranks_may_change(undisturbed, tmp_path):
+    """An order of the data that depends on the ranks trains on other batches after 2 -> 1 -> 2."""
+    run_dir = tmp_path / "run"
+    no_dropout = [f"gpt_config.{name}=0" for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop")]
+    for ranks, steps in ((2, 10), (1, 20), (2, 30)):
+        run = train(run_dir, *no_dropout, f"trainer_config.max_steps={steps}", *SHORT_SCHEDULE, ranks=ranks)
+        assert run.returncode == 0, run.stderr
+    reference = train(tmp_path / "one", *no_dropout, "trainer_config.max_steps=30", *SHORT_SCHEDULE)
+    assert reference.returncode == 0, reference.stderr
+    interrupted, whole = read_losses(run_dir), read_losses(tmp_path / "one")
+    assert interrupted.keys() == whole.keys()
+    # Only the order of float32 sums differs: 1e-7 a step, and thirty steps amplify it little.
+    assert all(abs(interrupted[step] - whole[step]) < 1e-4 for step in whole)
+
+
+# A schedule that doesn't depend on max_steps, so that a run can be stopped by it.
+SHORT_SCHEDULE = ["optimizer_config.min_lr_ratio=1", "optimizer_config.warmup_steps=5"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_saves_and_leaves(name, tmp_path):
+    """Exit code 0 after a stop makes a scheduler think that the job is done; 10 s is what schedulers wait."""
+    run_dir = tmp_path / "run"
+    process = start(run_dir, launcher=[sys.executable])
+    wait_for_step(run_dir, 25)
+    asked = time.monotonic()
+    process.send_signal(getattr(signal, name))
+    assert process.wait(20) == 128 + getattr(signal, name)
+    assert time.monotonic() - asked < 10
+    assert f"stopped by {name}" in output(run_dir).splitlines()[-1]
+    saved = load_snapshot(str(run_dir / "gpt_snapshot.pt"))["step"]
+    assert f"after step {saved} of 300" in output(run_dir)
+
+
+def test_a_second_ctrl_c_leaves_at_once(tmp_path):
+    """A program that can't be interrupted twice must be killed from another window."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, time; from distributed import StopRequest; StopRequest().listen(); print('x', flush=True)\n"
+            "while True: time.sleep(0.1)",
+        ],
+        cwd=PROJECT,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)  # the same Ctrl-C, once from the terminal and once from torchrun
+    time.sleep(1.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 130
+
+
+def test_orphans_leave_without_a_snapshot(tmp_path):
+    """Workers whose torchrun was killed train on in secret, and write over the snapshots of the next start."""
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "trainer_config.save_every_steps=100000", "trainer_config.max_steps=null")
+    wait_for_step(run_dir, 20)
+    orphans = workers(process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until_gone(orphans, 10)
+    assert not (run_dir / "gpt_snapshot.pt").exists()
+    assert "torchrun is gone" in output(run_dir)
+
+
+def test_killed_while_a_snapshot_is_written(tmp_path):
+    """A snapshot that is written in place is lost together with its predecessor."""
+    url = str(tmp_path / "gpt_snapshot.pt")
+    writer = textwrap.dedent(
+        f"""
+        import torch
+        from snapshot import save_snapshot
+        n = 0
+        while True:
+            n += 1
+            save_snapshot({{"step": n, "model": {{"w": torch.full((300_000,), float(n))}}}}, {url!r})
+            print(n, flush=True)
+        """
+    )
+    last = 0
+    for _ in range(5):
+        process = subprocess.Popen([sys.executable, "-c", writer], cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(random.uniform(0, 0.05))
+        process.kill()
+        last = max([1, *(int(n) for n in process.stdout.read().split())])
+        process.wait()
+        snapshot = load_newest(url)
+        assert snapshot is not None
+        assert snapshot["step"] >= last
+        assert torch.equal(snapshot["model"]["w"], torch.full((300_000,), float(snapshot["step"])))
+        prepare(url)
+        assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_full_disk_costs_a_snapshot_and_not_the_run(tmp_path):
+    """A failed save that ends the run, or one that goes unnoticed, or that damages the snapshot before it."""
+    run_dir = tmp_path / "run"
+    assert train(run_dir, "trainer_config.max_steps=5").returncode == 0
+    before = (run_dir / "gpt_snapshot.pt").read_bytes()
+    limit = len(before) // 2  # no file may grow larger than this: the snapshot can't be written, all else can
+    run = run_program(
+        sys.executable,
+        "-c",
+        f"import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+        "sys.argv = sys.argv[1:]; sys.path.insert(0, '.'); runpy.run_path('main.py', run_name='__main__')",
+        PROJECT / "main.py",
+        f"hydra.run.dir={run_dir}",
+        *TINY_RUN,
+    )
+    assert run.returncode == 1
+    assert run.stderr.count("could not be saved, training goes on") >= 3  # steps 10, 15 and 20
+    assert "step 20/20" in run.stderr
+    assert run.stderr.splitlines()[-1].startswith("error: the last snapshot could not be saved")
+    assert (run_dir / "gpt_snapshot.pt").read_bytes() == before
+    assert not list(run_dir.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("where", ["/dev/null/gpt_snapshot.pt", "/proc/gpt_snapshot.pt"])
+def test_an_unwritable_target_is_found_before_training(where):
+    """A mistyped path that shows after the first hour, at the first save."""
+    with pytest.raises(ValueError, match="can't be written"):
+        prepare(where)
+
+
+def test_forbidden_is_not_missing(monkeypatch):
+    """A store that refuses, taken for an empty one, is a silent fresh start that overwrites the run."""
+
+    class Refuse(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(403)
+            self.end_headers()
+
+        do_HEAD = do_PUT = do_GET  # noqa: N815
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuse)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    try:
+        with pytest.raises(OSError, match=r"(?i)forbidden|403|access"):
+            load_newest("s3://bucket/gpt_snapshot.pt")
+        with pytest.raises(ValueError, match="can't be written"):
+            prepare("s3://bucket/gpt_snapshot.pt")
+    finally:
+        server.shutdown()
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+def sabotage(fault: str, step: int, rank: int, run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks, one of them with a fault; at most 60 seconds."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return run_program(
+        *(*launcher, PROJECT / "tests" / "sabotage.py", fault, step, rank),
+        *(f"hydra.run.dir={run_dir}", *TINY_RUN, *overrides),
+        timeout=60,
+    )
+
+
+def test_not_a_number_stops_all_ranks_before_the_weights_change(tmp_path):
+    """One rank's NaN in the weights of all, and then in the snapshots."""
+    run = sabotage("nan", 12, 1, tmp_path / "run")
+    assert run.returncode != 0
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "step 13: the loss or its gradient is not finite, at learning rates" in errors[0]
+    snapshot = load_snapshot(str(tmp_path / "run" / "gpt_snapshot.pt"))
+    assert snapshot["step"] == 10
+    assert all(math.isfinite(tensor.sum()) for tensor in snapshot["model"].values())
+
+
+def test_one_rank_that_raises_ends_the_job(tmp_path):
+    """The other rank waits half an hour for it, and then reports a time-out instead of the cause."""
+    began = time.monotonic()
+    run = sabotage("raise", 5, 1, tmp_path / "run")
+    assert time.monotonic() - began < 30
+    assert run.returncode != 0
+    summary = run.stderr[run.stderr.rindex("Root Cause") :]
+    assert "the very root of the evil" in summary
+
+
+def test_a_collective_that_hangs_ends(tmp_path):
+    """Half an hour of nothing, the default, for every lost rank."""
+    began = time.monotonic()
+    run = sabotage("hang", 5, 1, tmp_path / "run", "trainer_config.timeout_minutes=0.1")
+    assert time.monotonic() - began < 50
+    assert run.returncode != 0
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
+    """Two runs that take turns in overwriting one snapshot."""
+    run_dir = tmp_path / "run"
+    process = start(run_dir, launcher=[sys.executable])
+    wait_for_step(run_dir, 1)
+    second = train(run_dir)
+    assert second.returncode == 1
+    assert second.stderr.startswith("error: another run is at work in")
+    assert len(second.stderr.splitlines()) == 1
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 128 + signal.SIGTERM
+
+
+def test_the_loaders_processes_don_t_take_the_run_with_them(tmp_path):
+    """torchrun's SIGTERM reaches the loader's workers too; one that dies of it ends the run with a traceback."""
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "trainer_config.data_loader_workers=1", launcher=[sys.executable])
+    wait_for_step(run_dir, 25)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(20) == 128 + signal.SIGTERM, output(run_dir)
+    assert "Traceback" not in output(run_dir)
+
+    process = start(run_dir, "trainer_config.data_loader_workers=1", launcher=[sys.executable])
+    wait_for_step(run_dir, load_snapshot(str(run_dir / "gpt_snapshot.pt"))["step"] + 2)
+    os.kill(workers(process)[-1], signal.SIGKILL)
+    assert process.wait(20) == 1
+    assert load_newest(str(run_dir / "gpt_snapshot.pt")) is not None
+
+
+def test_float16_with_its_scaler_resumes_exactly(tmp_path):
+    """A scale that starts at 65536 again skips steps that the undisturbed run took."""
+    float16 = ["trainer_config.use_amp=true", "trainer_config.amp_dtype=float16", *SHORT_SCHEDULE]
+    assert train(tmp_path / "whole", *float16).returncode == 0
+    assert train(tmp_path / "parts", *float16, "trainer_config.max_steps=7").returncode == 0
+    assert train(tmp_path / "parts", *float16).returncode == 0
+    whole, parts = (load_snapshot(str(tmp_path / name / "gpt_snapshot.pt")) for name in ("whole", "parts"))
+    assert whole["scaler"] == parts["scaler"]
+    assert whole["scaler"]["_growth_tracker"] > 0
+    for part in ("model", "optimizer"):
+        left, right = dict(tensors(whole[part])), dict(tensors(parts[part]))
+        assert all(torch.equal(torch.as_tensor(left[name]), torch.as_tensor(right[name])) for name in left)
+
+
+def test_two_nodes_restart_together(tmp_path):
+    """Nodes that count their restarts differently meet in different stores, and wait for each other for ever."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--max-restarts=3"),
+        *("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=test"),
+    ]
+    run_dir = tmp_path / "run"
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    try:
+        nodes = [start(run_dir, launcher=launcher) for _ in range(2)]
+    finally:
+        del os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
+    wait_for_step(run_dir, 30)
+    os.kill(workers(nodes[1])[0], signal.SIGKILL)
+    assert [node.wait(100) for node in nodes] == [0, 0], output(run_dir)
+    assert "going on from" in output(run_dir)
+    assert load_snapshot(str(run_dir / "gpt_snapshot.pt"))["step"] == 300
+
+
+def test_save_snapshot_keeps_the_old_one_when_it_fails(tmp_path):
+    """A state that can't be written half replaces the one that could."""
+    url = str(tmp_path / "gpt_snapshot.pt")
+    save_snapshot({"step": 1}, url)
+    with pytest.raises(Exception, match=r"(?i)pickle"):
+        save_snapshot({"step": 2, "model": lambda: None}, url)
+    assert load_snapshot(url)["step"] == 1
+    assert os.listdir(tmp_path) == ["gpt_snapshot.pt"]

@@ -1,0 +1,229 @@
+"""Snapshot -> text, as a user types it: what arrives on which stream, from where, and when."""
+
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PROJECT, run_program, train
+from test_trainer import make_trainer, world_of_one
+
+import generate
+from model import GPT, GPTConfig
+from snapshot import best_url, load_snapshot, previous_url, save_snapshot
+
+PROMPT = "The "
+
+
+def run_generate(snapshot: Path, *arguments: object, **kwargs) -> subprocess.CompletedProcess[str]:
+    """generate.py in a process of its own; by default with 30 new characters."""
+    command = (sys.executable, PROJECT / "generate.py", "--snapshot", snapshot, "--max-new-tokens", 30)
+    return run_program(*command, *arguments, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The only file that is left of a run of two ranks: corpus, configuration and run directory are elsewhere."""
+    folder = tmp_path_factory.mktemp("generate")
+    process = train(folder / "run", ranks=2)
+    assert process.returncode == 0, process.stderr
+    alone = tmp_path_factory.mktemp("alone") / "copied.pt"
+    shutil.copy(folder / "run" / "gpt_snapshot.pt", alone)
+    shutil.rmtree(folder)
+    return alone
+
+
+def load(snapshot: Path) -> tuple[GPT, str]:
+    """Model and vocabulary, built without generate.py."""
+    state = load_snapshot(str(snapshot))
+    model = GPT(GPTConfig(**state["model_config"]))
+    model.load_state_dict(state["model"])
+    return model.eval(), state["vocabulary"]
+
+
+def test_a_snapshot_alone_is_enough(snapshot, tmp_path):
+    """Catches a snapshot without vocabulary or model configuration, and files looked for in the working directory."""
+    process = run_generate(snapshot, PROMPT, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    # The text alone: the prompt, 30 characters, a line's end.
+    assert process.stdout.startswith(PROMPT)
+    assert len(process.stdout) == len(PROMPT) + 30 + 1
+    assert process.stdout.endswith("\n")
+    assert process.stderr == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_temperature_0_is_greedy(snapshot):
+    """Catches a division by zero, and token 0 forever: the text must be the likeliest one, found without a cache."""
+    process = run_generate(snapshot, PROMPT, "--temperature", 0, "--max-new-tokens", 12)
+    assert process.returncode == 0, process.stderr
+    model, vocabulary = load(snapshot)
+    expected = PROMPT
+    for _ in range(12):  # 4 + 12 characters just fill the context of 16
+        with torch.no_grad():
+            logits, _ = model(torch.tensor([[vocabulary.index(c) for c in expected]]))
+        expected += vocabulary[int(logits[0, -1].argmax())]
+    assert process.stdout == expected + "\n"
+
+
+def test_the_prompt_can_come_from_standard_input(snapshot):
+    """Catches "-" taken for the text itself, and a prompt longer than the context that isn't continued."""
+    prompt = "A prompt of several lines,\nlonger than the sixteen characters of the context\n"
+    process = run_generate(snapshot, "-", stdin=prompt)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith(prompt)
+    assert len(process.stdout) == len(prompt) + 31
+
+
+def test_an_empty_prompt_starts_from_a_newline_and_says_so(snapshot):
+    """Catches an error from an empty prompt, or a start that nobody is told about, or is told about in the text."""
+    process = run_generate(snapshot)
+    assert process.returncode == 0, process.stderr
+    assert len(process.stdout) == 1 + 30 + 1
+    assert process.stdout.startswith("\n")
+    assert process.stderr == "empty prompt: starting from '\\n'\n"
+
+
+def test_characters_arrive_while_the_text_is_made(snapshot):
+    """Catches text that is printed only at the end: this one would take hours."""
+    command = [sys.executable, PROJECT / "generate.py", PROMPT, "--snapshot", snapshot, "--max-new-tokens", "100000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            got, deadline = b"", time.monotonic() + 60
+            while len(got) < len(PROMPT) + 20 and time.monotonic() < deadline:
+                if select.select([process.stdout], [], [], 1.0)[0]:
+                    got += os.read(process.stdout.fileno(), 1000)
+            assert len(got) >= len(PROMPT) + 20
+            assert got.decode().startswith(PROMPT)
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+BAD_ARGUMENTS = {
+    # arguments: what the one line must name
+    ("--temperature", "-0.5"): ["temperature=-0.5", "0 (greedy)"],
+    ("--temperature", "nan"): ["temperature=nan", "positive"],
+    ("--top-k", "0"): ["top_k=0", "at least 1"],
+    ("--top-p", "1.5"): ["top_p=1.5", "above 0 and at most 1"],
+    ("--top-p", "0"): ["top_p=0.0", "above 0 and at most 1"],
+    ("--device", "toaster"): ["--device=toaster", "cpu"],
+    ("--num-samples", "0"): ["--num-samples=0", "at least 1"],
+    ("--max-new-tokens", "-1"): ["--max-new-tokens=-1", "at least 0"],
+    ("--snapshot", "nowhere/gpt_snapshot.pt"): ["nowhere/gpt_snapshot.pt", "torchrun"],
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS, ids=" ".join)
+def test_bad_arguments_are_refused_in_one_line(snapshot, monkeypatch, capsys, arguments):
+    """Catches tracebacks, sampling with nonsense, and messages that name neither what was got nor what is allowed."""
+    monkeypatch.setattr(sys, "argv", ["generate.py", PROMPT, "--snapshot", str(snapshot), *arguments])
+    with pytest.raises(SystemExit) as stop:
+        generate.main()
+    # Python prints a string that a program exits with on standard error, and returns 1.
+    assert isinstance(stop.value.code, str)
+    assert "\n" not in stop.value.code
+    for part in BAD_ARGUMENTS[arguments]:
+        assert part in stop.value.code
+    assert capsys.readouterr().out == ""
+
+
+def test_unknown_characters_are_named_with_the_vocabulary(snapshot):
+    """Catches a KeyError: the user must see which characters are meant, and which there are."""
+    process = run_generate(snapshot, "Où est 李?")
+    assert process.returncode == 1
+    assert process.stdout == ""
+    (line,) = process.stderr.splitlines()
+    _, vocabulary = load(snapshot)
+    assert line.startswith("error: unknown characters 'ù李'")
+    assert repr(vocabulary) in line
+
+
+def test_a_missing_snapshot_is_one_line(tmp_path):
+    """Catches a traceback, or exit code 0, when nothing has been trained yet."""
+    process = run_generate(tmp_path / "nothing.pt", PROMPT)
+    assert process.returncode == 1
+    assert process.stdout == ""
+    (line,) = process.stderr.splitlines()
+    assert str(tmp_path / "nothing.pt") in line
+    assert "main.py" in line
+
+
+def generated(monkeypatch, capsys, snapshot: Path, *arguments: object) -> str:
+    """What generate.py writes to standard output, called in this process."""
+    monkeypatch.setattr(sys, "argv", ["generate.py", PROMPT, "--snapshot", str(snapshot), *map(str, arguments)])
+    generate.main()
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_a_seed_makes_the_text_repeatable(snapshot, monkeypatch, capsys):
+    """Catches a seed that is ignored, and a default that writes the same text every time."""
+    texts = [generated(monkeypatch, capsys, snapshot, "--seed", seed, "--max-new-tokens", 40) for seed in (1, 1, 2)] + [
+        generated(monkeypatch, capsys, snapshot, "--max-new-tokens", 40) for _ in range(2)
+    ]
+    assert texts[0] == texts[1]
+    # Two texts of 40 characters, drawn from some 60 nearly even ones, don't meet by chance.
+    assert len(set(texts)) == 4
+
+
+def test_several_samples(snapshot, monkeypatch, capsys):
+    """Catches copies of one sample, and samples without their prompt."""
+    out = generated(monkeypatch, capsys, snapshot, "--num-samples", 3, "--max-new-tokens", 40, "--seed", 5)
+    samples = out.removesuffix("\n").split("\n\n---\n\n")
+    assert [len(sample) for sample in samples] == [len(PROMPT) + 40] * 3
+    assert all(sample.startswith(PROMPT) for sample in samples)
+    assert len(set(samples)) == 3
+
+
+def test_top_k_and_top_p(snapshot, monkeypatch, capsys):
+    """Catches a top-k above the vocabulary that raises, and limits that change nothing: 1 is greedy at any warmth."""
+    greedy = generated(monkeypatch, capsys, snapshot, "--temperature", 0)
+    assert generated(monkeypatch, capsys, snapshot, "--top-k", 1, "--temperature", 5) == greedy
+    assert generated(monkeypatch, capsys, snapshot, "--top-p", 1e-6, "--temperature", 5) == greedy
+    everything = generated(monkeypatch, capsys, snapshot, "--top-k", 10_000, "--top-p", 1, "--seed", 3)
+    assert everything == generated(monkeypatch, capsys, snapshot, "--seed", 3)
+
+
+def test_default_is_the_best_snapshot_else_the_latest(snapshot, tmp_path, monkeypatch):
+    """Catches generation from the last snapshot although an earlier one was better, and none when one is missing."""
+    latest = str(tmp_path / "gpt_snapshot.pt")
+    monkeypatch.setattr(generate, "DEFAULT_SNAPSHOT", latest)
+    state = load_snapshot(str(snapshot))
+    for number, url in enumerate((previous_url(latest), latest, best_url(latest))):  # worst choice first
+        state["model"]["wte.weight"] = torch.full_like(state["model"]["wte.weight"], float(number))
+        save_snapshot(state, url, keep_previous=False)
+        model, _ = generate.load_model(None, torch.device("cpu"))
+        assert model.wte.weight.unique().tolist() == [number]
+
+
+def test_a_damaged_snapshot_is_one_line(snapshot, tmp_path):
+    """Catches a traceback from torch.load, and text from weights that somebody has altered."""
+    (tmp_path / "cut.pt").write_bytes(snapshot.read_bytes()[:-100])
+    process = run_generate(tmp_path / "cut.pt", PROMPT)
+    assert (process.returncode, process.stdout) == (1, "")
+    (line,) = process.stderr.splitlines()
+    assert str(tmp_path / "cut.pt") in line
+
+
+def test_runs_of_several_ranks_save_clean_names(snapshot):
+    """Catches names with "module." in front, which only a model wrapped in the same way could load."""
+    state = load_snapshot(str(snapshot))
+    assert list(state["model"]) == list(GPT(GPTConfig(**state["model_config"])).state_dict())
+
+
+def test_compiled_runs_save_clean_names(tmp_path):
+    """Catches names with "_orig_mod." in front."""
+    # Wrapped as for compilation, but executed as it is: compiling for real takes half a minute.
+    with torch.compiler.set_stance("force_eager"), world_of_one() as ranks:
+        make_trainer(tmp_path, "trainer_config.compile=true", "trainer_config.max_steps=2", ranks=ranks).fit()
+    for name in ("gpt_snapshot.pt", "gpt_snapshot.best.pt"):
+        state = load_snapshot(str(tmp_path / name))
+        assert list(state["model"]) == list(GPT(GPTConfig(**state["model_config"])).state_dict())

@@ -1,0 +1,342 @@
+"""The program as a user starts it: bad input, the offline fallback, running again, the configuration file."""
+
+import dataclasses
+import gzip
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_program, train
+from omegaconf import OmegaConf
+
+import main
+from distributed import Ranks, process_group
+from snapshot import load_snapshot
+
+CONFIGURATION = PROJECT / "gpt2_train_cfg.yaml"
+GROUPS = {field.name: field for field in dataclasses.fields(main.Config)}
+
+
+def no_network() -> dict[str, str]:
+    """An environment in which every download fails at once: its proxy is a port where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+    return {**dict.fromkeys(names, closed), "no_proxy": "", "NO_PROXY": ""}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ------------------------------------------------------------------------------------ bad input
+
+BAD_INPUT = {
+    # name: (overrides, what the one line must name)
+    "unknown key": (["trainer_config.max_epoch=3"], ["trainer_config.max_epoch", "gpt2_train_cfg.yaml"]),
+    "unknown key, added": (["+trainer_config.max_epoch=3"], ["max_epoch"]),
+    "unknown group": (["train_config.max_epochs=3"], ["train_config"]),
+    "wrong type": (["trainer_config.batch_size=many"], ["trainer_config.batch_size", "many"]),
+    "wrong type of a list": (["optimizer_config.betas=0.9"], ["betas", "0.9"]),
+    "negative": (["trainer_config.max_epochs=-1"], ["trainer_config.max_epochs=-1", "above 0"]),
+    "model type and sizes": (["gpt_config.model_type=gpt-nano"], ["model_type=gpt-nano", "'n_layer': 2", "null"]),
+    "neither": ([f"gpt_config.{key}=null" for key in ("n_layer", "n_head", "n_embd")], ["model_type", "n_layer"]),
+    "a size missing": (["gpt_config.n_head=null"], ["'n_head': None", "all three"]),
+    "unknown model type": (
+        ["gpt_config.model_type=gpt3", *(f"gpt_config.{key}=null" for key in ("n_layer", "n_head", "n_embd"))],
+        ["model_type=gpt3", "gpt-nano"],
+    ),
+    "width and heads": (["gpt_config.n_head=3"], ["n_embd=16", "n_head=3", "divisible"]),
+    "micro-batches": (["trainer_config.micro_batch_size=5"], ["batch_size=12", "1 ranks", "micro_batch_size=5"]),
+    "float16 without mixed precision": (["trainer_config.amp_dtype=float16"], ["amp_dtype=float16", "use_amp=false"]),
+    "unknown dtype": (["trainer_config.amp_dtype=half"], ["amp_dtype=half", "float16"]),
+    "unknown optimizer": (["optimizer_config.name=sgd"], ["name=sgd", "adamw", "muon"]),
+    "missing corpus": (["data_config.path={folder}/nothing.txt"], ["{folder}/nothing.txt", "can't be read"]),
+    "empty corpus": (["data_config.path={folder}/empty.txt"], ["{folder}/empty.txt", "empty"]),
+    "short corpus": (
+        ["data_config.path={folder}/short.txt", "data_config.truncate=1"],
+        # 20 characters, cut at 0.9; a window of 16 needs 17.
+        ["{folder}/short.txt", "2 characters", "block_size=16", "17"],
+    ),
+    "corpus shorter than a step": (
+        ["data_config.path={folder}/brief.txt", "data_config.truncate=1"],
+        ["180 characters", "batch_size=12", "193"],
+    ),
+    "not UTF-8": (["data_config.path={folder}/latin1.txt"], ["{folder}/latin1.txt", "UTF-8", "0xe9", "offset 3"]),
+    "damaged gzip": (["data_config.path={folder}/broken.txt.gz"], ["{folder}/broken.txt.gz", "can't be read"]),
+}
+
+
+@pytest.fixture(scope="module")
+def bad_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "short.txt").write_text("To be, or not to be?")
+    (folder / "brief.txt").write_text(SAMPLE_TEXT.read_text(encoding="utf-8")[:200])
+    (folder / "latin1.txt").write_bytes("café au lait".encode("latin-1"))
+    (folder / "broken.txt.gz").write_bytes(gzip.compress(b"some text " * 100)[:-20])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bad_runs(tmp_path_factory: pytest.TempPathFactory, bad_texts: Path) -> Iterator[dict[str, tuple[Path, Future]]]:
+    """A run for each bad input, by name, two at a time: (its run directory, its process when that has ended)."""
+    folder = tmp_path_factory.mktemp("bad")
+    runs = {}
+    with ThreadPoolExecutor(2) as pool:
+        for name, (overrides, _) in BAD_INPUT.items():
+            run_dir = folder / name.replace(" ", "_").replace(",", "")
+            runs[name] = run_dir, pool.submit(train, run_dir, *(o.format(folder=bad_texts) for o in overrides))
+        yield runs
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_one_line_and_leaves_nothing(bad_texts, bad_runs, name):
+    """Catches tracebacks, exit code 0, messages without the value, and run directories of runs that never began."""
+    run_dir, future = bad_runs[name]
+    process = future.result()
+    assert process.returncode == 1
+    assert process.stdout == ""
+    (line,) = process.stderr.splitlines()
+    for part in BAD_INPUT[name][1]:
+        assert part.format(folder=bad_texts) in line
+    assert not run_dir.exists()
+
+
+def test_bad_input_under_torchrun(tmp_path):
+    """Catches a batch that one rank can divide and two can't, and messages that torchrun's report replaces."""
+    process = train(tmp_path / "run", "trainer_config.batch_size=7", ranks=2)
+    assert process.returncode == 1
+    own, _, report = process.stderr.partition("main.py FAILED")  # what torchrun itself says about exit codes
+    assert report
+    assert "error: trainer_config.batch_size=7 is not divisible by 2 ranks x micro_batch_size=3" in own
+    assert "main.py" not in own.partition("error: ")[2].partition("error: ")[0]  # no traceback through our code
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_do_not_write_into_each_others_lines(tmp_path):
+    """Catches messages written in pieces, which two ranks mix into one line."""
+    process = train(tmp_path / "run", f"data_config.path={tmp_path}/nothing.txt", ranks=2)
+    assert process.returncode == 1
+    messages = [line for line in process.stderr.splitlines() if "error: data_config" in line]
+    assert messages
+    assert all(line.count("error: data_config") == 1 for line in messages)
+
+
+def test_bad_input_leaves_an_earlier_run_alone(finished_run):
+    """Catches files that are overwritten before the configuration has been checked."""
+    run_dir, _, _ = finished_run
+    before = contents(run_dir)
+    for override in ("trainer_config.micro_batch_size=5", "gpt_config.n_embd=32"):
+        process = train(run_dir, override)
+        assert process.returncode == 1
+        assert len(process.stderr.splitlines()) == 1
+        now = contents(run_dir)
+        assert {name: now[name] for name in before} == before
+        assert {name for name in now if name not in before} == set()
+
+
+# ------------------------------------------------------------------------------------ where the text comes from
+
+
+@pytest.fixture
+def project_copy(tmp_path: Path) -> Path:
+    """The project's files in another place, without a downloaded text."""
+    copy = tmp_path / "project"
+    (copy / "data").mkdir(parents=True)
+    for path in (*PROJECT.glob("*.py"), CONFIGURATION):
+        shutil.copy(path, copy)
+    shutil.copytree(PROJECT / "recipes", copy / "recipes", dirs_exist_ok=True)
+    shutil.copy(SAMPLE_TEXT, copy / "data")
+    return copy
+
+
+def train_copy(copy: Path, *overrides: object) -> subprocess.CompletedProcess[str]:
+    """The tiny run on the default text, with the default run directory, in a copy of the project, offline."""
+    tiny = [override for override in TINY_RUN if not override.startswith("data_config.path")]
+    return run_program(sys.executable, copy / "main.py", *tiny, *overrides, cwd=copy.parent, env=no_network())
+
+
+def test_without_a_network_it_trains_on_the_bundled_text(project_copy):
+    """Catches a first command that fails offline, and one that trains on another text without saying so."""
+    process = train_copy(project_copy)
+    assert process.returncode == 0, process.stderr
+    lines = [line for line in process.stderr.splitlines() if line and "downloading" not in line]
+    for line in (lines[0], lines[-1]):
+        assert "WARNING" in line
+        assert "sample.txt" in line
+        assert "127.0.0.1" in line  # the reason: which address refused
+    run_dir = project_copy / "runs" / "shakespeare"  # of the copy, although it was started elsewhere
+    assert load_snapshot(str(run_dir / "gpt_snapshot.pt"))["step"] == 20
+    assert "step 20/20" in (run_dir / "main.log").read_text(encoding="utf-8")
+    assert sorted(path.name for path in (project_copy / "data").iterdir()) == ["sample.txt"]
+
+
+def test_a_text_at_the_default_place_is_used_as_it_is(project_copy):
+    """Catches a download over the user's own file, or a checksum demanded of it."""
+    own = project_copy / "data" / "input.txt"
+    own.write_text("".join(f"Line {i} of quite another text.\n" for i in range(2000)), encoding="utf-8")
+    content, changed = own.read_bytes(), own.stat().st_mtime_ns
+    process = train_copy(project_copy)
+    assert process.returncode == 0, process.stderr
+    assert "WARNING" not in process.stderr
+    assert "download" not in process.stderr
+    assert (own.read_bytes(), own.stat().st_mtime_ns) == (content, changed)
+    vocabulary = load_snapshot(str(project_copy / "runs" / "shakespeare" / "gpt_snapshot.pt"))["vocabulary"]
+    assert vocabulary == "".join(sorted(set(content.decode())))
+
+
+def test_a_missing_text_of_the_users_own_is_never_replaced(project_copy):
+    """Catches the bundled text, or a download, in place of a path with a typing error in it."""
+    process = train_copy(project_copy, "data_config.path=data/my_text.txt")
+    assert process.returncode == 1
+    (line,) = process.stderr.splitlines()
+    assert "data/my_text.txt" in line
+    assert sorted(path.name for path in (project_copy / "data").iterdir()) == ["sample.txt"]
+
+
+@pytest.mark.parametrize(("local_rank", "downloads"), [(0, 1), (1, 0)])
+def test_local_rank_0_downloads_for_its_node(tmp_path, monkeypatch, local_rank, downloads):
+    """Catches a download by global rank 0 alone, which leaves other nodes without a text, and one by every rank."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setattr(main, "PROJECT", tmp_path)
+    targets: list[Path] = []
+    monkeypatch.setattr(main, "download_corpus", targets.append)
+    with process_group(1.0):
+        # Rank 3 of 4, on the second node: as local rank 0 it is the one who fetches there.
+        path, why_bundled = main.find_text("data/input.txt", Ranks(3, local_rank, 4, torch.device("cpu")))
+    assert targets == [tmp_path / "data" / "input.txt"] * downloads
+    assert (path, why_bundled) == (str(tmp_path / "data" / "input.txt"), "")
+
+
+def test_works_from_another_directory_with_relative_paths(tmp_path):
+    """Catches paths that are resolved against the project instead of the place where the user typed them."""
+    (tmp_path / "text.txt.gz").write_bytes(gzip.compress(SAMPLE_TEXT.read_bytes()))
+    process = run_program(
+        *(sys.executable, PROJECT / "main.py", *TINY_RUN, "data_config.path=text.txt.gz", "hydra.run.dir=here/run"),
+        cwd=tmp_path,
+    )
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "here" / "run" / "gpt_snapshot.pt").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "text.txt.gz"]
+
+
+def test_vocabulary_is_of_the_whole_text_whatever_part_is_used(finished_run):
+    """Catches a vocabulary of the truncated text: a snapshot from a quick experiment would fit nothing else."""
+    run_dir, _, _ = finished_run
+    text = SAMPLE_TEXT.read_text(encoding="utf-8")
+    snapshot = load_snapshot(str(run_dir / "gpt_snapshot.pt"))
+    assert snapshot["config"]["data_config"]["truncate"] == 0.1
+    assert set(text[: len(text) // 10]) < set(text)
+    assert snapshot["vocabulary"] == "".join(sorted(set(text)))
+
+
+# ------------------------------------------------------------------------------------ run, and run again
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes], str]:
+    """One epoch of 24 steps: (run directory, its files, what was printed)."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    process = train(run_dir, "trainer_config.max_steps=null", "optimizer_config.betas=[0.8,0.9]")
+    assert process.returncode == 0, process.stderr
+    return run_dir, contents(run_dir), process.stderr
+
+
+def test_files_of_a_run(finished_run):
+    """Catches a promised file that isn't written, and files that nobody has explained."""
+    _, files, _ = finished_run
+    names = sorted(name for name in files if not name.startswith("events.out.tfevents."))
+    assert names == ["config.yaml", "gpt_snapshot.best.pt", "gpt_snapshot.prev.pt", "gpt_snapshot.pt", "main.log"]
+
+
+def test_resolved_configuration_is_written(finished_run):
+    """Catches a config.yaml with the defaults only, or with references that nobody can resolve later."""
+    run_dir, files, _ = finished_run
+    saved = OmegaConf.create(files["config.yaml"].decode())
+    assert saved.optimizer_config.betas == [0.8, 0.9]
+    assert saved.gpt_config.n_embd == 16
+    assert saved.data_config.path == str(SAMPLE_TEXT)
+    assert saved.trainer_config.max_steps is None
+    assert saved.trainer_config.seed == 1337  # a default
+    assert "${" not in files["config.yaml"].decode()
+    assert load_snapshot(str(run_dir / "gpt_snapshot.pt"))["config"] == OmegaConf.to_container(saved)
+
+
+def test_running_again(finished_run, tmp_path):
+    """Catches a finished run that trains on or says nothing; that can't be prolonged; or that is lost when repeated."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished_run[0], run_dir)
+    snapshot = (run_dir / "gpt_snapshot.pt").read_bytes()
+    settings = ["trainer_config.max_steps=null", "optimizer_config.betas=[0.8,0.9]"]
+
+    again = train(run_dir, *settings)
+    assert again.returncode == 0, again.stderr
+    assert "finished" in again.stderr
+    assert "max_epochs" in again.stderr
+    assert "trainer_config.resume=false" in again.stderr
+    assert "step 25" not in again.stderr
+    assert (run_dir / "gpt_snapshot.pt").read_bytes() == snapshot
+
+    longer = train(run_dir, *settings, "trainer_config.max_epochs=2")
+    assert longer.returncode == 0, longer.stderr
+    assert "step 24/" not in longer.stderr
+    assert "step 25/48" in longer.stderr
+    assert re.search("max_epochs was 1, is 2", longer.stderr)
+    assert load_snapshot(str(run_dir / "gpt_snapshot.pt"))["step"] == 48
+    losses = read_losses(run_dir)
+    assert min(losses) == 1
+    assert max(losses) == 48
+
+    old = contents(run_dir)
+    over = train(run_dir, *settings, "trainer_config.resume=false")
+    assert over.returncode == 0, over.stderr
+    assert "step 1/24" in over.stderr
+    assert load_snapshot(str(run_dir / "gpt_snapshot.pt"))["step"] == 24
+    kept = contents(run_dir).values()
+    for name in ("gpt_snapshot.pt", "gpt_snapshot.prev.pt", "gpt_snapshot.best.pt"):
+        assert old[name] in kept, name  # under another name
+    assert max(read_losses(run_dir)) == 24
+
+
+# ------------------------------------------------------------------------------------ the configuration file
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_configuration_file_and_dataclasses_have_the_same_keys(group):
+    """Catches a key that the file doesn't show, and one in the file that nothing reads."""
+    factory = GROUPS[group].default_factory
+    assert not isinstance(factory, dataclasses._MISSING_TYPE)
+    keys = [field.name for field in dataclasses.fields(factory())]
+    assert list(OmegaConf.load(CONFIGURATION)[group]) == keys  # in the same order too
+
+
+def test_every_key_has_a_comment():
+    """Catches a key that the reader has to guess: each line of the four groups ends with what it means."""
+    lines = CONFIGURATION.read_text(encoding="utf-8").splitlines()
+    first = lines.index("data_config:")
+    keys = [line for line in lines[first:] if re.match(r"  \w+:", line)]
+    assert len(keys) >= sum(len(OmegaConf.load(CONFIGURATION)[group]) for group in GROUPS)
+    for line in keys:
+        if not line.startswith("  run:"):  # the only one with keys of its own
+            assert re.search(r" # .{10,}", line), line
+
+
+def test_defaults_of_the_file_are_valid():
+    """Catches a default configuration that the schema itself refuses."""
+    groups = {key: value for key, value in OmegaConf.load(CONFIGURATION).items() if key in GROUPS}
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(main.Config), groups))
+    assert isinstance(config, main.Config)
+    assert config.data_config.path == "data/input.txt"

@@ -1,0 +1,399 @@
+"""Parameter groups, optimizers, schedule: each test names the mistake that would turn it red."""
+
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from model import GPT, GPTConfig
+from optimizer import (
+    OptimizerConfig,
+    create_optimizer,
+    learning_rate_factor,
+    load_optimizer_state,
+    set_learning_rate,
+)
+
+NAMES = ["adamw", "muon"]
+
+
+def make_model(seed=0, **changes):
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 11, "block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16, **changes}
+    return GPT(GPTConfig(**sizes))
+
+
+def set_gradients(model, seed):
+    """Give every trainable parameter a gradient that depends on the seed alone."""
+    random = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=random) if p.requires_grad else None
+
+
+def take_steps(model, optimizer, seeds):
+    for seed in seeds:
+        set_gradients(model, seed)
+        optimizer.step()
+
+
+def assert_same(model, other):
+    """Equal to the bit."""
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def is_matrix(name):
+    """By name, not by shape: the matrices that multiply activations and aren't tied to an embedding."""
+    return name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+
+
+# --- Configuration ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": "sgd"},
+        {"name": "AdamW"},
+        {"learning_rate": 0.0},
+        {"learning_rate": -1e-3},
+        {"learning_rate": math.nan},
+        {"learning_rate": math.inf},
+        {"muon_learning_rate": 0.0},
+        {"weight_decay": -0.1},
+        {"weight_decay": math.nan},
+        {"betas": [0.9]},
+        {"betas": [0.9, 0.95, 0.99]},
+        {"betas": [0.9, 1.0]},
+        {"betas": [-0.1, 0.9]},
+        {"warmup_steps": -1},
+        {"min_lr_ratio": -0.1},
+        {"min_lr_ratio": 1.5},
+        {"min_lr_ratio": math.nan},
+    ],
+    ids=str,
+)
+def test_bad_configuration_is_refused(wrong):
+    """Catches a value that trains wrongly, or that fails deep inside torch, where one line should name it."""
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=r"^[^\n]*: must be [^\n]*$") as caught:
+        OptimizerConfig(**wrong)
+    assert str(caught.value).startswith(f"optimizer_config.{name}={value}: ")
+
+
+def test_betas_may_be_a_list():
+    """Catches a list that breaks the comparison with what a snapshot holds: YAML knows no tuples."""
+    assert OptimizerConfig(betas=[0.8, 0.9]) == OptimizerConfig(betas=(0.8, 0.9))
+
+
+# --- Schedule --------------------------------------------------------------------------------------------------------
+
+HALF = math.sqrt(0.5)  # cos 45°
+
+
+@pytest.mark.parametrize(
+    ("warmup_steps", "total_steps", "min_lr_ratio", "table"),
+    [
+        # 4 steps up, 8 steps down. (1 + cos) / 2 at 0, 45, 90, 135 and 180 degrees, scaled to 0.1 ... 1.
+        (
+            4,
+            12,
+            0.1,
+            {
+                0: 0.25,
+                1: 0.5,
+                2: 0.75,
+                3: 1.0,
+                4: 1.0,
+                6: 0.1 + 0.45 * (1 + HALF),  # 0.868
+                8: 0.55,
+                10: 0.1 + 0.45 * (1 - HALF),  # 0.232
+                12: 0.1,
+                13: 0.1,
+                1000: 0.1,
+            },
+        ),
+        # No warm-up: the first step has the whole learning rate.
+        (0, 4, 0.0, {0: 1.0, 1: (1 + HALF) / 2, 2: 0.5, 3: (1 - HALF) / 2, 4: 0.0, 5: 0.0}),
+        # A ratio of 1: no decay.
+        (2, 10, 1.0, {0: 0.5, 1: 1.0, 2: 1.0, 6: 1.0, 10: 1.0, 11: 1.0}),
+        # A run that ends within the warm-up, or as it ends.
+        (4, 2, 0.1, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 0.1}),
+        (4, 4, 0.1, {3: 1.0, 4: 0.1}),
+        (0, 0, 0.1, {0: 0.1}),
+    ],
+)
+def test_schedule_equals_a_table(warmup_steps, total_steps, min_lr_ratio, table):
+    """Catches a schedule off by one step, counted in epochs, or that goes up again past its end (row 21)."""
+    for step, wanted in table.items():
+        found = learning_rate_factor(step, warmup_steps, total_steps, min_lr_ratio)
+        assert found == pytest.approx(wanted, abs=1e-12), step  # double precision has 16 digits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_learning_rates_are_peaks_times_the_factor(name):
+    """Catches a factor that is applied to the last learning rate instead of the peak, and a group left out."""
+    config = OptimizerConfig(name=name, learning_rate=0.01, muon_learning_rate=0.5)
+    optimizer = create_optimizer(make_model(), config)
+    peaks = [0.5 if name == "muon" else 0.01, 0.01]  # matrices, others
+    for factor in (0.5, 0.5, 0.1, 1.0):
+        set_learning_rate(optimizer, factor)
+        # The same product of two doubles on both sides.
+        assert [group["lr"] for group in optimizer.param_groups] == [peak * factor for peak in peaks]
+
+
+# --- Groups ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_parameter_is_in_exactly_one_group(name, bias):
+    """Catches a parameter in both groups or in neither, and decay of biases, norms and embeddings (row 18)."""
+    model = make_model(bias=bias)
+    optimizer = create_optimizer(model, OptimizerConfig(name=name, weight_decay=0.3))
+    decay_of = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            assert id(p) not in decay_of  # by identity: equal numbers don't make two parameters one
+            decay_of[id(p)] = group["weight_decay"]
+    found = {key: decay_of.pop(id(p)) for key, p in model.named_parameters()}
+    assert found == {key: 0.3 if is_matrix(key) else 0.0 for key, _ in model.named_parameters()}
+    assert decay_of == {}
+    assert sum(is_matrix(key) for key in found) == 8  # four in each of two blocks
+    assert found["wte.weight"] == 0.0  # which is the head as well
+
+
+def test_untied_head_and_other_shapes_decay_by_their_meaning():
+    """Catches groups that are made from the names of one model: what counts is whether activations are multiplied."""
+
+    class Untied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(5, 4)
+            self.twice = nn.Linear(4, 4)
+            self.again = self.twice  # two names, one module
+            self.head = nn.Linear(4, 5)
+            self.scale = nn.Parameter(torch.ones(4))
+
+    model = Untied()
+    optimizer = create_optimizer(model, OptimizerConfig(weight_decay=0.3))
+    groups = {group["weight_decay"]: {id(p) for p in group["params"]} for group in optimizer.param_groups}
+    assert groups == {
+        0.3: {id(model.twice.weight), id(model.head.weight)},
+        0.0: {id(model.table.weight), id(model.twice.bias), id(model.head.bias), id(model.scale)},
+    }
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 6
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("frozen", ["wte.", "h.0.", "h.", "ln_"])
+def test_frozen_parameters_are_in_no_group(name, frozen):
+    """Catches weight decay that moves what the user froze (row 18)."""
+    model = make_model()
+    for key, p in model.named_parameters():
+        p.requires_grad = frozen not in key
+    optimizer = create_optimizer(model, OptimizerConfig(name=name))
+    grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    take_steps(model, optimizer, [1])
+    for key, p in model.named_parameters():
+        assert torch.equal(p, before[key]) == (not p.requires_grad), key
+
+
+# --- Steps -----------------------------------------------------------------------------------------------------------
+
+
+def test_adamw_equals_its_formula():
+    """Catches decay coupled to the gradient, no bias correction, and betas or decay that never arrive."""
+    lr, decay, beta1, beta2, eps = 0.01, 0.3, 0.8, 0.9, 1e-8
+    model = make_model()
+    optimizer = create_optimizer(model, OptimizerConfig(learning_rate=lr, weight_decay=decay, betas=(beta1, beta2)))
+    wanted = {key: p.detach().double().clone() for key, p in model.named_parameters()}
+    m = {key: torch.zeros_like(p) for key, p in wanted.items()}
+    v = {key: torch.zeros_like(p) for key, p in wanted.items()}
+    for t in (1, 2):
+        set_gradients(model, seed=t)
+        optimizer.step()
+        for key, p in model.named_parameters():
+            # Loshchilov and Hutter (1711.05101), algorithm 2, in float64.
+            g = p.grad.double()
+            m[key] = beta1 * m[key] + (1 - beta1) * g
+            v[key] = beta2 * v[key] + (1 - beta2) * g**2
+            direction = (m[key] / (1 - beta1**t)) / ((v[key] / (1 - beta2**t)).sqrt() + eps)
+            wanted[key] = wanted[key] - lr * (decay if is_matrix(key) else 0.0) * wanted[key] - lr * direction
+            # Numbers up to 1 in float32: rounding is 1e-7. A mistake in any term changes 1e-5 and more.
+            torch.testing.assert_close(p.double(), wanted[key], rtol=0, atol=1e-6)
+
+
+def test_muon_steps_matrices_by_muon_and_the_rest_by_adamw():
+    """Catches embeddings in Muon, a part that isn't stepped, and learning rates or decay in the wrong part."""
+    config = OptimizerConfig(
+        name="muon", learning_rate=0.01, muon_learning_rate=0.05, weight_decay=0.3, betas=(0.8, 0.9)
+    )
+    model, twin = make_model(), make_model()
+    optimizer = create_optimizer(model, config)
+    matrices = [p for key, p in twin.named_parameters() if is_matrix(key)]
+    others = [p for key, p in twin.named_parameters() if not is_matrix(key)]
+    references = [
+        torch.optim.Muon(matrices, lr=0.05, weight_decay=0.3),
+        torch.optim.AdamW(others, lr=0.01, weight_decay=0.0, betas=(0.8, 0.9)),
+    ]
+    for seed, factor in ((1, 1.0), (2, 0.5)):  # equal gradients would hide the betas
+        set_learning_rate(optimizer, factor)
+        for reference, peak in zip(references, (0.05, 0.01), strict=True):
+            reference.param_groups[0]["lr"] = peak * factor
+        take_steps(model, optimizer, [seed])
+        set_gradients(twin, seed)
+        for reference in references:
+            reference.step()
+        for (key, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            # The same kernels for Muon; AdamW's fused kernel rounds once where the loop over tensors rounds twice.
+            torch.testing.assert_close(p, q, rtol=0, atol=0 if is_matrix(key) else 1e-6, msg=key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_learning_rate_zero_moves_nothing(name):
+    """Catches a part that keeps a learning rate of its own: the schedule would not reach it."""
+    model, before = make_model(), make_model()
+    optimizer = create_optimizer(model, OptimizerConfig(name=name))
+    set_learning_rate(optimizer, 0.0)
+    take_steps(model, optimizer, [1, 2])
+    assert_same(model, before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zero_grad_reaches_every_parameter(name):
+    """Catches a part whose gradients pile up from step to step."""
+    model = make_model()
+    optimizer = create_optimizer(model, OptimizerConfig(name=name))
+    set_gradients(model, 1)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("where", ["wte.weight", "h.1.mlp.c_fc.weight", "ln_f.bias"])
+def test_overflow_skips_the_whole_step(name, where):
+    """Catches a float16 overflow in one part after which the other part steps all the same."""
+    model, untouched, twin = make_model(), make_model(), make_model()
+    config = OptimizerConfig(name=name)
+    optimizer, twins_optimizer = create_optimizer(model, config), create_optimizer(twin, config)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def scaled_step(seed):
+        scaler.scale(torch.tensor(1.0))  # the scaler makes its tensors at the first scaling
+        set_gradients(model, seed)
+        for p in model.parameters():
+            p.grad *= scaler.get_scale()
+        if seed == 0:
+            dict(model.named_parameters())[where].grad.flatten()[0] = math.inf
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    scaled_step(0)
+    assert_same(model, untouched)
+    assert scaler.get_scale() == 2.0
+    # Nothing of the overflow stays behind: the next steps are those of an optimizer that never saw it. Scaling by a
+    # power of two is exact, so the results are equal to the bit.
+    scaled_step(1)
+    scaled_step(2)
+    take_steps(twin, twins_optimizer, [1, 2])
+    assert_same(model, twin)
+
+
+# --- Saving and loading ----------------------------------------------------------------------------------------------
+
+
+def through_a_file(state):
+    """What comes back from a snapshot."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("load", [load_optimizer_state, lambda optimizer, state: optimizer.load_state_dict(state)])
+def test_saved_state_continues_to_the_bit(name, load):
+    """Catches moments, momentum or step counts that aren't saved, and state that lands at another parameter."""
+    config = OptimizerConfig(name=name)
+    model = make_model()
+    optimizer = create_optimizer(model, config)
+    set_learning_rate(optimizer, 0.7)
+    take_steps(model, optimizer, [1, 2])
+
+    resumed = make_model(seed=1)
+    resumed.load_state_dict(through_a_file(model.state_dict()))
+    resumed_optimizer = create_optimizer(resumed, config)
+    load(resumed_optimizer, through_a_file(optimizer.state_dict()))
+    for factor in (0.7, 0.3):  # the schedule must reach both parts after loading, too
+        set_learning_rate(optimizer, factor)
+        set_learning_rate(resumed_optimizer, factor)
+        take_steps(model, optimizer, [3])
+        take_steps(resumed, resumed_optimizer, [3])
+        assert_same(model, resumed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_learning_rate_zero_moves_nothing_after_loading(name):
+    """Catches groups that are replaced by loading, so that the schedule sets learning rates nobody reads."""
+    model = make_model()
+    optimizer = create_optimizer(model, OptimizerConfig(name=name))
+    take_steps(model, optimizer, [1])
+    optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    set_learning_rate(optimizer, 0.0)
+    before = make_model(seed=1)
+    before.load_state_dict(model.state_dict())
+    take_steps(model, optimizer, [2])
+    assert_same(model, before)
+
+
+def moments(optimizer):
+    """All tensors of an optimizer's state, in order."""
+    parts = getattr(optimizer, "parts", {"": optimizer}).values()
+    return [t for part in parts for state in part.state_dict()["state"].values() for t in state.values()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_configuration_wins_over_the_saved_state(name):
+    """Catches a resumed optimizer that keeps its old learning rate, decay and betas (row 22)."""
+    model = make_model()
+    saved = create_optimizer(
+        model,
+        OptimizerConfig(name=name, learning_rate=0.01, muon_learning_rate=0.1, weight_decay=0.1, betas=(0.9, 0.95)),
+    )
+    set_learning_rate(saved, 0.5)
+    take_steps(model, saved, [1, 2])
+
+    config = OptimizerConfig(
+        name=name, learning_rate=0.003, muon_learning_rate=0.03, weight_decay=0.2, betas=(0.7, 0.8)
+    )
+    optimizer = create_optimizer(model, config)
+    load_optimizer_state(optimizer, through_a_file(saved.state_dict()))
+    assert all(torch.equal(a, b) for a, b in zip(moments(optimizer), moments(saved), strict=True))
+
+    peaks = [0.03 if name == "muon" else 0.003, 0.003]
+    assert [group["lr"] for group in optimizer.param_groups] == peaks
+    assert [group["initial_lr"] for group in optimizer.param_groups] == peaks
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+    assert {group["betas"] for group in optimizer.param_groups if "betas" in group} == {(0.7, 0.8)}
+
+    # And the numbers are those that step: as an optimizer of the new configuration whose moments were put in by hand.
+    twin = make_model(seed=1)
+    twin.load_state_dict(model.state_dict())
+    by_hand = create_optimizer(twin, config)
+    ours, theirs = (getattr(o, "parts", {"": o}).values() for o in (by_hand, saved))
+    for part, source in zip(ours, theirs, strict=True):
+        targets = [p for group in part.param_groups for p in group["params"]]
+        sources = [p for group in source.param_groups for p in group["params"]]
+        for p, q in zip(targets, sources, strict=True):
+            part.state[p] = {key: value.clone() for key, value in source.state[q].items()}
+    for o in (optimizer, by_hand):
+        set_learning_rate(o, 0.5)
+    take_steps(model, optimizer, [3])
+    take_steps(twin, by_hand, [3])
+    assert_same(model, twin)

@@ -1,0 +1,669 @@
+"""The training loop: steps, accumulation, ranks, evaluation, and going on after a stop.
+
+Started by torchrun as a program, this file is one rank of the runs that the tests below compare.
+"""
+
+import copy
+import logging
+import math
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_program
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import trainer as trainer_module
+from char_dataset import CharDataset, CharVocabulary, WindowSampler
+from distributed import Ranks, process_group
+from main import Config, build_trainer
+from optimizer import learning_rate_factor
+from snapshot import load_snapshot, save_snapshot
+from trainer import Trainer, TrainerConfig, choose_dtype, step_seed
+
+# What the tests below vary; a step is always the same 12 windows.
+MICRO_BATCHES = {1: (12, 6, 4, 3), 2: (6, 3, 2), 3: (4, 2, 1)}  # ranks: sequences in a forward pass
+NO_CLIPPING = "trainer_config.grad_norm_clip=null"
+DROPOUT = ["gpt_config.embd_pdrop=0.2", "gpt_config.resid_pdrop=0.2", "gpt_config.attn_pdrop=0.2"]
+TWO_EPOCHS = ["trainer_config.max_epochs=2", "trainer_config.max_steps=30"]  # 24 steps, and 6 of the second epoch
+
+
+class StopHereError(Exception):
+    """What the tests stop a run with, in the middle of a step."""
+
+
+def make_trainer(run_dir: Path, *overrides: str, ranks: Ranks) -> Trainer:
+    """A trainer of the tiny run, put together in this process by the code that main.py uses."""
+    yaml = OmegaConf.load(PROJECT / "gpt2_train_cfg.yaml")
+    groups = {key: value for key, value in yaml.items() if str(key).endswith("_config")}
+    cfg = OmegaConf.merge(
+        OmegaConf.structured(Config),
+        groups,
+        OmegaConf.from_dotlist([*TINY_RUN, "trainer_config.sample_tokens=0", *overrides]),
+    )
+    config: Any = OmegaConf.to_object(cfg)
+    return build_trainer(
+        config, config.data_config.path, ranks, str(run_dir), OmegaConf.to_container(cfg, resolve=True)
+    )
+
+
+@contextmanager
+def world_of_one() -> Iterator[Ranks]:
+    """A process group of this process alone; environment and signal handlers are put back afterwards."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in alone.items():
+            patch.setenv(name, value)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        try:
+            with process_group(1.0) as ranks:
+                yield ranks
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            for number, handler in handlers.items():  # a trainer installs its own
+                signal.signal(number, handler)
+
+
+@pytest.fixture
+def alone() -> Iterator[Ranks]:
+    with world_of_one() as ranks:
+        yield ranks
+
+
+def before_each_step(trainer: Trainer, call: Callable[[], None]) -> None:
+    """Call something right before the optimizer changes the weights."""
+    trainer.optimizer.register_step_pre_hook(lambda *_: call())
+
+
+def watch_gradients(trainer: Trainer) -> list[dict[str, Tensor]]:
+    """The gradients, by parameter name, that the optimizer gets in each step (clipped, if the run clips)."""
+    seen: list[dict[str, Tensor]] = []
+
+    def look() -> None:
+        seen.append({n: p.grad.clone() for n, p in trainer.raw_model.named_parameters() if p.grad is not None})
+
+    before_each_step(trainer, look)
+    return seen
+
+
+def stop_in_step(trainer: Trainer, step: int) -> None:
+    """Let a run fail in its optimizer step `step`, counted from 0."""
+
+    def stop() -> None:
+        if trainer.step == step:
+            raise StopHereError
+
+    before_each_step(trainer, stop)
+
+
+def go_on_after_stop(run_dir: Path, step: int, *overrides: str, ranks: Ranks) -> None:
+    """Stop a run in a step, then do what a second start of the program does."""
+    first = make_trainer(run_dir, *overrides, ranks=ranks)
+    stop_in_step(first, step)
+    with pytest.raises(StopHereError):
+        first.fit()
+    second = make_trainer(run_dir, *overrides, ranks=ranks)
+    second.resume()
+    assert 0 < second.step <= step
+    second.fit()
+
+
+def flatten(state: Any, path: str = "") -> dict[str, Any]:
+    """A nested state as one dictionary from path to leaf."""
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else None
+    if items is None:
+        return {path: state}
+    return {key: leaf for name, part in items for key, leaf in flatten(part, f"{path}/{name}").items()}
+
+
+def assert_same_end(run_dir: Path, other_dir: Path) -> None:
+    """Both runs ended with the same weights, optimizer state and losses, to the bit."""
+    one, other = (load_snapshot(str(d / "gpt_snapshot.pt")) for d in (run_dir, other_dir))
+    for part in ("step", "model", "optimizer", "scaler", "best_eval_loss"):
+        a, b = flatten(one[part]), flatten(other[part])
+        assert a.keys() == b.keys()
+        for name, leaf in a.items():
+            assert torch.equal(leaf, b[name]) if isinstance(leaf, Tensor) else leaf == b[name], f"{part}{name}"
+    for tag in ("train/loss", "eval/loss"):
+        losses, others = read_losses(run_dir, tag), read_losses(other_dir, tag)
+        assert all(loss == others[step] for step, loss in losses.items() if step in others)
+
+
+def sample_codes() -> tuple[Tensor, Tensor]:
+    """The tiny run's two parts of the text, encoded without the trainer: a tenth of it, cut at 0.9."""
+    text = SAMPLE_TEXT.read_text(encoding="utf-8")
+    codes = CharVocabulary.of(text).encode(text)[: int(len(text) * 0.1)]
+    cut = int(len(codes) * 0.9)
+    return codes[:cut], codes[cut:]
+
+
+def global_batch() -> tuple[Tensor, Tensor]:
+    """The 12 windows of the first optimizer step as one batch."""
+    dataset = CharDataset(sample_codes()[0].numpy().astype("uint8"), 16)
+    sampler = WindowSampler(dataset, batch_size=12, num_replicas=1, rank=0, seed=1337)
+    sampler.set_epoch(0)
+    windows = [dataset[start] for start in list(sampler)[:12]]
+    return torch.stack([x for x, _ in windows]), torch.stack([y for _, y in windows])
+
+
+def explicit_mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean of -log softmax at the targets, by indexing; (B, T, V) and (B, T)."""
+    logits, targets = logits.flatten(0, 1), targets.flatten()
+    return (logits.logsumexp(dim=1) - logits[torch.arange(len(targets)), targets]).mean()
+
+
+def explicit_evaluation(model: torch.nn.Module) -> float:
+    """Mean loss over all targets of the evaluation text, window by window, target by target."""
+    codes = sample_codes()[1]
+    losses = []
+    model.eval()
+    with torch.no_grad():
+        for start in range(0, len(codes) - 1, 16):
+            stop = min(start + 16, len(codes) - 1)
+            logits = model(codes[None, start:stop])[0][0].double()
+            for row, target in zip(logits, codes[start + 1 : stop + 1], strict=True):
+                losses.append(float(row.logsumexp(dim=0) - row[target]))
+    model.train()
+    assert len(losses) == len(codes) - 1
+    return math.fsum(losses) / len(losses)
+
+
+# ------------------------------------------------------------------------------------ what one of several ranks does
+
+
+def run_as_rank(folder: Path) -> None:
+    """One rank of the runs that the tests look at: results of all ranks go to folder/results.pt."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    result: dict[str, Any] = {}
+    before_ddp: list[dict[str, Tensor]] = []
+
+    class WatchedDDP(DistributedDataParallel):
+        def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any):
+            before_ddp.append(copy.deepcopy(module.state_dict()))  # DDP itself makes all ranks equal to rank 0
+            super().__init__(module, *args, **kwargs)
+
+    vars(trainer_module)["DistributedDataParallel"] = WatchedDDP
+    with process_group(1.0) as ranks:
+        for micro in MICRO_BATCHES[ranks.world_size]:
+            trainer = make_trainer(
+                *(folder / f"micro{micro}", f"trainer_config.micro_batch_size={micro}", NO_CLIPPING),
+                "trainer_config.max_steps=3",
+                ranks=ranks,
+            )
+            gradients = watch_gradients(trainer)
+            calls: list[int] = []
+
+            def count_and_reduce(state, bucket, calls=calls):  # DDP wants its own annotations or none
+                calls.append(1)
+                return allreduce_hook(state, bucket)
+
+            assert isinstance(trainer.model, DistributedDataParallel)
+            trainer.model.register_comm_hook(None, count_and_reduce)
+            trainer.fit()
+            result[f"gradient{micro}"], result[f"all_reduces{micro}"] = gradients[0], len(calls)
+
+        trainer = make_trainer(folder / "evaluation", *DROPOUT, ranks=ranks)
+        messages.clear()
+        result["evaluation"] = trainer.evaluate()
+        result["evaluation_messages"] = list(messages)
+        result["initial_weights"] = before_ddp[-1]
+
+        make_trainer(folder / "losses", ranks=ranks).fit()
+
+        trainer = make_trainer(
+            *(folder / "dropout", "gpt_config.embd_pdrop=0.5", "trainer_config.max_steps=2"),
+            f"trainer_config.micro_batch_size={6 // ranks.world_size}",
+            ranks=ranks,
+        )
+        masks: list[Tensor] = []
+
+        def keep_mask(module: torch.nn.Module, _: Any, out: Tensor) -> None:
+            if module.training:
+                masks.append(out == 0)
+
+        trainer.raw_model.drop.register_forward_hook(keep_mask)
+        trainer.fit()
+        result["masks"] = torch.stack(masks)  # (steps * accumulation, B, T, C)
+
+        settings = [*DROPOUT, "trainer_config.micro_batch_size=2"]
+        make_trainer(folder / "straight", *settings, ranks=ranks).fit()
+        go_on_after_stop(folder / "stopped", 13, *settings, ranks=ranks)
+
+        results: list[Any] = [None] * ranks.world_size
+        dist.all_gather_object(results, result)
+        if ranks.is_main:
+            torch.save(results, folder / "results.pt")
+
+
+@pytest.fixture(scope="module")
+def rank_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, list[dict[str, Any]]]]:
+    """Runs of 2 or 3 real processes, each started once: number of ranks -> (folder, results by rank)."""
+    processes: dict[int, tuple[Path, subprocess.CompletedProcess[str]]] = {}
+
+    def get(n: int) -> tuple[Path, list[dict[str, Any]]]:
+        if n not in processes:
+            folder = tmp_path_factory.mktemp(f"ranks{n}")
+            launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}")
+            processes[n] = folder, run_program(*launcher, __file__, folder, env={"PYTHONPATH": str(PROJECT)})
+        folder, process = processes[n]
+        if process.returncode:
+            pytest.fail(f"ranks failed: {process.stderr[:2000]}", pytrace=False)
+        return folder, torch.load(folder / "results.pt")
+
+    return get
+
+
+# ------------------------------------------------------------------------------------ a step
+
+
+def expected_gradient(ranks: Ranks, run_dir: Path) -> tuple[dict[str, Tensor], float]:
+    """Gradient and value of the mean loss of the first step's windows, as one batch through a plain model."""
+    model = make_trainer(run_dir, ranks=ranks).raw_model
+    x, y = global_batch()
+    loss = explicit_mean_loss(model(x)[0], y)
+    loss.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, loss.item()
+
+
+def assert_gradients_equal(gradient: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert gradient.keys() == expected.keys()
+    for name, wanted in expected.items():
+        # Entries are below 1: float32 sums of a few hundred terms in another order differ by some 1e-7.
+        assert (gradient[name] - wanted).abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize("micro", MICRO_BATCHES[1])
+def test_accumulated_gradient_is_that_of_one_big_batch(alone, tmp_path, micro):
+    """Catches a loss that isn't divided by the number of micro-batches, and micro-batches left out or repeated."""
+    trainer = make_trainer(
+        *(tmp_path, f"trainer_config.micro_batch_size={micro}", NO_CLIPPING, "trainer_config.max_steps=1"), ranks=alone
+    )
+    gradients = watch_gradients(trainer)
+    trainer.fit()
+    expected, loss = expected_gradient(alone, tmp_path)
+    assert_gradients_equal(gradients[0], expected)
+    # Losses near 4 in float32: 1e-6 is two units of the last place, which TensorBoard's float32 keeps.
+    assert read_losses(tmp_path)[1] == pytest.approx(loss, abs=2e-6)
+
+
+@pytest.mark.parametrize(("n", "micro"), [(n, micro) for n in (2, 3) for micro in MICRO_BATCHES[n]])
+def test_ranks_gradient_is_that_of_one_big_batch(alone, tmp_path, rank_runs, n, micro):
+    """Catches sums instead of means over ranks, ranks that train on the same windows, and unequal weights of them."""
+    _, results = rank_runs(n)
+    expected, _ = expected_gradient(alone, tmp_path)
+    for result in results:
+        assert_gradients_equal(result[f"gradient{micro}"], expected)
+
+
+@pytest.mark.parametrize(("n", "micro"), [(n, micro) for n in (2, 3) for micro in MICRO_BATCHES[n]])
+def test_one_all_reduce_in_each_optimizer_step(rank_runs, n, micro):
+    """Catches a missing no_sync, or one entered after the forward pass: an all-reduce for each micro-batch."""
+    _, results = rank_runs(n)
+    # The model fits in one of DDP's buckets, so its gradients travel once for each of the run's 3 steps.
+    assert [result[f"all_reduces{micro}"] for result in results] == [3] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_losses_are_the_same_on_any_number_of_ranks(alone, tmp_path, rank_runs, n):
+    """Catches an order of the data that depends on the number of ranks, and losses averaged over rank 0 alone."""
+    folder, _ = rank_runs(n)
+    make_trainer(tmp_path, ranks=alone).fit()
+    one, several = read_losses(tmp_path), read_losses(folder / "losses")
+    assert list(one) == list(several) == list(range(1, 21))
+    for step, loss in one.items():
+        # Float32 rounding grows from 1e-7 by less than a factor 2 a step here; other windows would show in 1e-2.
+        assert several[step] == pytest.approx(loss, abs=1e-4)
+
+
+def test_float16_scale_is_taken_out_before_clipping(alone, tmp_path):
+    """Catches clipping before unscale_: the clipped gradient would be 65536 times too small."""
+    # Threshold far below the norm (about 2), so that clipping is what decides the size of the update.
+    settings = ["trainer_config.max_steps=1", "trainer_config.grad_norm_clip=0.5", "trainer_config.use_amp=true"]
+    runs = {}
+    for dtype in ("float32", "float16"):
+        trainer = make_trainer(tmp_path / dtype, *settings, f"trainer_config.amp_dtype={dtype}", ranks=alone)
+        before = {n: p.detach().clone() for n, p in trainer.raw_model.named_parameters()}
+        gradients = watch_gradients(trainer)
+        trainer.fit()
+        update = torch.cat([(p.detach() - before[n]).flatten() for n, p in trainer.raw_model.named_parameters()])
+        gradient = torch.cat([g.flatten() for g in gradients[0].values()])
+        runs[dtype] = gradient, update, read_losses(tmp_path / dtype, "train/grad_norm")[1]
+    exact, got = runs["float32"], runs["float16"]
+    # float16 has 11 bits, an error of 5e-4 in each operation; the few in a row of two layers stay below 1e-2.
+    assert got[2] == pytest.approx(exact[2], rel=1e-2)
+    assert exact[2] > 0.5
+    assert got[0].norm() == pytest.approx(0.5, rel=1e-2)
+    assert (got[0] - exact[0]).norm() < 1e-2 * exact[0].norm()
+    # A first step of Adam is the gradient's sign, which rounding turns where a gradient is nearly 0: hence wider.
+    assert (got[1] - exact[1]).norm() < 0.2 * exact[1].norm()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scaled"), [("float32", False), ("bfloat16", False), ("float16", True)], ids=lambda v: str(v)
+)
+def test_the_scaler_is_enabled_for_float16_alone(alone, tmp_path, dtype, scaled):
+    """Catches a scaler that changes losses in types that need none, and float16 without one."""
+    settings = ["trainer_config.use_amp=true", f"trainer_config.amp_dtype={dtype}"]
+    assert make_trainer(tmp_path, *settings, ranks=alone).scaler.is_enabled() is scaled
+
+
+@pytest.mark.parametrize(
+    ("use_amp", "wish", "device", "has_bfloat16", "expected"),
+    [
+        # 1. auto: what the hardware computes in.
+        (True, "auto", "cuda", True, torch.bfloat16),
+        (True, "auto", "cuda", False, torch.float16),
+        (True, "auto", "cpu", True, torch.bfloat16),
+        (True, "auto", "cpu", False, torch.float32),
+        (True, "auto", "xpu", True, torch.bfloat16),
+        (True, "auto", "mps", False, torch.float32),
+        # 2. No mixed precision.
+        (False, "auto", "cuda", True, torch.float32),
+        (False, "float32", "cpu", True, torch.float32),
+        (True, "float32", "cuda", True, torch.float32),
+        # 3. What the user insists on.
+        (True, "float16", "cuda", True, torch.float16),
+        (True, "float16", "cpu", False, torch.float16),
+        (True, "bfloat16", "cpu", False, torch.bfloat16),
+    ],
+)
+def test_choice_of_dtype(monkeypatch, use_amp, wish, device, has_bfloat16, expected):
+    """Catches float16 where bfloat16 is to be had, and narrow types that a machine only emulates."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bfloat16)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bfloat16, "avx2": True})
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device_type: True)
+    assert choose_dtype(TrainerConfig(use_amp=use_amp, amp_dtype=wish), torch.device(device)) == expected
+
+
+def test_amx_counts_as_bfloat16(monkeypatch):
+    """Catches a look at one of the two instruction sets only."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False, "amx_bf16": True})
+    assert choose_dtype(TrainerConfig(), torch.device("cpu")) == torch.bfloat16
+
+
+@pytest.mark.parametrize("wish", ["float16", "bfloat16"])
+def test_refuses_a_dtype_that_the_device_cannot_compute_in(monkeypatch, wish):
+    """Catches a silent fallback: the run would not be what its configuration says."""
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device_type: False)
+    with pytest.raises(ValueError, match=rf"amp_dtype={wish}.* mps.*auto"):
+        choose_dtype(TrainerConfig(amp_dtype=wish), torch.device("mps"))
+
+
+def counting_reads(original: Callable[[Tensor], Any], reads: list[str]) -> Callable[[Tensor], Any]:
+    def read(tensor: Tensor) -> Any:
+        # Losses and norms are float32; what ranks agree on travels in other types, on the CPU anyway.
+        if tensor.dtype == torch.float32:
+            reads.append(original.__name__)
+        return original(tensor)
+
+    return read
+
+
+def test_reads_nothing_from_the_device_in_steps_that_do_not_log(alone, tmp_path, monkeypatch):
+    """Catches .item() on loss or norm in every step: on a GPU, the program would wait for it every time."""
+    reads: list[str] = []
+    for name in ("item", "tolist"):  # not float(): the finite check uses that on the CPU, where it costs nothing
+        monkeypatch.setattr(Tensor, name, counting_reads(getattr(Tensor, name), reads))
+    counts = []
+    for steps in (4, 20):
+        reads.clear()
+        settings = [f"trainer_config.{key}_every_steps=1000" for key in ("log", "eval", "save")]
+        make_trainer(tmp_path / str(steps), *settings, f"trainer_config.max_steps={steps}", ranks=alone).fit()
+        counts.append(len(reads))
+    assert counts[0] == counts[1] > 0  # those of the last step, which logs and evaluates
+
+
+def test_learning_rates_follow_the_schedule(alone, tmp_path):
+    """Catches a schedule that moves with every micro-batch or epoch, or is one step late."""
+    settings = ["optimizer_config.name=muon", "optimizer_config.learning_rate=2e-3", "optimizer_config.warmup_steps=5"]
+    trainer = make_trainer(
+        *(tmp_path, *settings, *TWO_EPOCHS, "optimizer_config.min_lr_ratio=0.1", "trainer_config.micro_batch_size=4"),
+        "optimizer_config.muon_learning_rate=0.04",
+        ranks=alone,
+    )
+    used: list[tuple[float, ...]] = []
+    before_each_step(trainer, lambda: used.append(tuple(group["lr"] for group in trainer.optimizer.param_groups)))
+    trainer.fit()
+    factors = [learning_rate_factor(step, 5, 30, 0.1) for step in range(30)]
+    assert used == [(0.04 * factor, 2e-3 * factor) for factor in factors]
+    recorded = read_losses(tmp_path, "train/learning_rate")
+    # TensorBoard stores float32, 7 digits.
+    assert recorded == {step + 1: pytest.approx(2e-3 * factor, rel=1e-6) for step, factor in enumerate(factors)}
+
+
+# ------------------------------------------------------------------------------------ evaluation
+
+
+def test_evaluation_is_in_eval_mode_without_gradients(alone, tmp_path):
+    """Catches a missing model.eval(), with which dropout makes every evaluation another one, and a missing no_grad."""
+    trainer = make_trainer(tmp_path, *DROPOUT, ranks=alone)
+    modes = []
+    trainer.raw_model.register_forward_hook(lambda m, *_: modes.append((m.training, torch.is_grad_enabled())))
+    trainer.raw_model.train()
+    first, second = trainer.evaluate(), trainer.evaluate()
+    assert first == second
+    assert set(modes) == {(False, False)}
+    assert trainer.raw_model.training
+
+
+@pytest.mark.parametrize("was_training", [True, False])
+def test_evaluation_restores_the_mode_even_when_it_fails(alone, tmp_path, was_training):
+    """Catches training on without dropout after an evaluation that raised."""
+    trainer = make_trainer(tmp_path, ranks=alone)
+    trainer.raw_model.train(was_training)
+
+    def fail(*_: Any) -> None:
+        raise StopHereError
+
+    handle = trainer.raw_model.h[1].register_forward_hook(fail)
+    with pytest.raises(StopHereError):
+        trainer.evaluate()
+    assert trainer.raw_model.training is was_training
+    handle.remove()
+    trainer.evaluate()
+    assert trainer.raw_model.training is was_training
+
+
+def test_training_after_an_evaluation_drops_again(alone, tmp_path):
+    """Catches dropout that ends with the first evaluation."""
+    trainer = make_trainer(
+        tmp_path, "gpt_config.embd_pdrop=0.5", "trainer_config.eval_every_steps=1", NO_CLIPPING, ranks=alone
+    )
+    dropped = []
+    trainer.raw_model.drop.register_forward_hook(
+        lambda m, _, out: dropped.append(float((out == 0).double().mean())) if m.training else None
+    )
+    trainer.fit()
+    assert len(dropped) == 20
+    assert all(share == pytest.approx(0.5, abs=0.1) for share in dropped)  # of 3,072 numbers: 0.1 is 11 deviations
+
+
+def test_evaluation_scores_every_target_once(alone, tmp_path):
+    """Catches targets left out, scored twice, or batches weighted alike whatever their size."""
+    trainer = make_trainer(tmp_path, *DROPOUT, "trainer_config.micro_batch_size=4", ranks=alone)
+    # Mean of 513 losses near 4 in float32, against float64: errors of 1e-7 relative that partly cancel.
+    assert trainer.evaluate() == pytest.approx(explicit_evaluation(trainer.raw_model), abs=1e-6)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_evaluation_agrees_on_any_number_of_ranks(alone, tmp_path, rank_runs, n):
+    """Catches padding to equal shares, and a mean of the ranks' means: 513 targets divide neither by 2 nor 16."""
+    _, results = rank_runs(n)
+    expected = explicit_evaluation(make_trainer(tmp_path, *DROPOUT, ranks=alone).raw_model)
+    for result in results:  # all ranks know it
+        assert result["evaluation"] == pytest.approx(expected, abs=1e-6)  # as above
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_rank_0_reports_the_loss_of_every_rank(rank_runs, n):
+    """Catches an evaluation that only one rank's share went into: the reported counts must make up the text."""
+    _, results = rank_runs(n)
+    assert not any(result["evaluation_messages"] for result in results[1:])
+    (message,) = results[0]["evaluation_messages"]
+    shares = [part.split(" on ") for part in message.removesuffix(" characters").split(": ")[1].split(", ")]
+    counts = [int(count) for _, count in shares]
+    assert len(shares) == n
+    assert sum(counts) == len(sample_codes()[1]) - 1
+    mean = sum(float(loss) * count for (loss, _), count in zip(shares, counts, strict=True)) / sum(counts)
+    assert mean == pytest.approx(results[0]["evaluation"], abs=1e-4)  # the report has 4 decimals
+
+
+# ------------------------------------------------------------------------------------ randomness
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_all_ranks_start_as_one_model(alone, tmp_path, rank_runs, n):
+    """Catches an initialisation seeded with the rank: ranks are compared before DDP copies rank 0's weights."""
+    _, results = rank_runs(n)
+    expected = make_trainer(tmp_path, *DROPOUT, ranks=alone).raw_model.state_dict()
+    for result in results:
+        assert all(torch.equal(tensor, result["initial_weights"][name]) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_dropout_masks_differ_between_ranks_steps_and_micro_batches(rank_runs, n):
+    """Catches one dropout seed on all ranks, and a seed that leaves the step out."""
+    _, results = rank_runs(n)
+    masks = [mask for result in results for mask in result["masks"]]
+    assert len(masks) == n * 2 * 2  # ranks x steps x micro-batches
+    for i, mask in enumerate(masks):
+        for other in masks[:i]:
+            # Independent masks agree in half of their thousands of places; 0.1 is at least 6 deviations.
+            assert (mask == other).double().mean() == pytest.approx(0.5, abs=0.1)
+
+
+def test_step_seed_is_a_function_of_seed_step_and_rank():
+    """Catches seeds that collide, as sums like seed + step + rank do, and seeds that a rerun can't repeat."""
+    grid = [(seed, step, rank) for seed in (0, 1, 1337) for step in range(50) for rank in range(8)]
+    seeds = [step_seed(*point) for point in grid]
+    assert len(set(seeds)) == len(grid)
+    assert seeds == [step_seed(*point) for point in grid]
+    torch.manual_seed(max(seeds))  # within the range that torch takes
+
+
+# ------------------------------------------------------------------------------------ stopping and going on
+
+
+@pytest.mark.parametrize(
+    ("stop", "settings"),
+    [
+        (8, ["optimizer_config.name=muon"]),  # in the middle of an epoch
+        (27, ["optimizer_config.name=muon"]),  # in the second one
+        (24, ["optimizer_config.name=adamw", "trainer_config.save_every_steps=24"]),  # exactly between them
+        (13, ["trainer_config.use_amp=true", "trainer_config.amp_dtype=float16"]),
+        (13, ["trainer_config.data_loader_workers=1"]),
+    ],
+    ids=["middle", "second-epoch", "epoch-end-adamw", "float16", "loader-worker"],
+)
+def test_a_stopped_run_ends_like_one_that_was_not(alone, tmp_path, stop, settings):
+    """Catches whatever a snapshot lacks: place in the epoch, moments, scale, schedule, randomness of dropout."""
+    settings = [*settings, *DROPOUT, *TWO_EPOCHS, "trainer_config.micro_batch_size=4"]
+    make_trainer(tmp_path / "straight", *settings, ranks=alone).fit()
+    go_on_after_stop(tmp_path / "stopped", stop, *settings, ranks=alone)
+    assert_same_end(tmp_path / "straight", tmp_path / "stopped")
+
+
+def test_two_stopped_ranks_end_like_ranks_that_were_not(rank_runs):
+    """Catches ranks that go on with rank 0's dropout, or from different places."""
+    folder, _ = rank_runs(2)
+    assert_same_end(folder / "straight", folder / "stopped")
+
+
+def test_three_stopped_ranks_end_like_ranks_that_were_not(rank_runs):
+    """Catches the same; with three ranks a sum depends on its order in the last bit, and DDP reorders as it goes."""
+    folder, _ = rank_runs(3)
+    straight, stopped = read_losses(folder / "straight"), read_losses(folder / "stopped")
+    # Ten steps after the stop, rounding has grown to some 1e-6; another mask or window would show in 1e-2.
+    assert stopped[20] == pytest.approx(straight[20], abs=1e-4)
+
+
+def test_a_resumed_run_records_every_step(alone, tmp_path):
+    """Catches curves with a hole or a doubled step where a run went on."""
+    go_on_after_stop(tmp_path, 13, ranks=alone)
+    assert list(read_losses(tmp_path)) == list(range(1, 21))
+    assert list(read_losses(tmp_path, "eval/loss")) == [10, 20]
+
+
+def test_the_scale_is_resumed(alone, tmp_path):
+    """Catches a scaler whose state isn't saved and loaded: it would start at 65536 after every restart."""
+    settings = ["trainer_config.use_amp=true", "trainer_config.amp_dtype=float16"]
+    make_trainer(tmp_path, *settings, "trainer_config.max_steps=3", ranks=alone).fit()
+    url = str(tmp_path / "gpt_snapshot.pt")
+    snapshot = load_snapshot(url)
+    assert snapshot["scaler"]["_growth_tracker"] == 3
+    snapshot["scaler"].update(scale=1024.0, _growth_tracker=7)
+    save_snapshot(snapshot, url)
+    trainer = make_trainer(tmp_path, *settings, "trainer_config.max_steps=5", ranks=alone)
+    trainer.resume()
+    trainer.fit()
+    resumed = load_snapshot(url)["scaler"]
+    assert (resumed["scale"], resumed["_growth_tracker"]) == (1024.0, 9)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_configuration_wins_over_the_snapshot(alone, tmp_path, caplog, name):
+    """Catches load_state_dict bringing back the old learning rates, decay and betas without a word."""
+    settings = [f"optimizer_config.name={name}", "optimizer_config.warmup_steps=0"]
+    old = ["optimizer_config.learning_rate=1e-3", "optimizer_config.weight_decay=0.1"]
+    new = ["optimizer_config.learning_rate=3e-3", "optimizer_config.weight_decay=0.3", "optimizer_config.betas=[.8,.9]"]
+    make_trainer(tmp_path, *settings, *old, "trainer_config.max_steps=5", ranks=alone).fit()
+    trainer = make_trainer(tmp_path, *settings, *new, "trainer_config.max_steps=10", ranks=alone)
+    with caplog.at_level(logging.INFO):
+        trainer.resume()
+    seen = []
+    before_each_step(trainer, lambda: seen.append([dict(group) for group in trainer.optimizer.param_groups]))
+    trainer.fit()
+    matrices, others = seen[0]
+    assert others["lr"] == 3e-3 * learning_rate_factor(5, 0, 10, 0.0)
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+    assert tuple(others["betas"]) == (0.8, 0.9)
+    changes = [message for message in caplog.messages if "changed" in message]
+    for key, was, now in (("learning_rate", 0.001, 0.003), ("weight_decay", 0.1, 0.3), ("max_steps", 5, 10)):
+        assert any(key in change and str(was) in change and str(now) in change for change in changes), key
+    assert not any("warmup_steps" in change for change in changes)
+
+
+def test_the_end_is_saved_before_the_last_evaluation(alone, tmp_path, monkeypatch):
+    """Catches a last stretch that is lost: 7 steps, saved every 5, and an evaluation that could fail."""
+    trainer = make_trainer(tmp_path, "trainer_config.max_steps=7", "trainer_config.eval_every_steps=1000", ranks=alone)
+    at_evaluation = []
+    evaluate = trainer.evaluate
+
+    def look_and_evaluate() -> float:
+        at_evaluation.append((trainer.step, load_snapshot(str(tmp_path / "gpt_snapshot.pt"))["step"]))
+        return evaluate()
+
+    monkeypatch.setattr(trainer, "evaluate", look_and_evaluate)
+    trainer.fit()
+    assert at_evaluation == [(7, 7)]
+    end = load_snapshot(str(tmp_path / "gpt_snapshot.pt"))
+    assert (end["step"], end["samples"]) == (7, 7 * 12)
+    assert load_snapshot(str(tmp_path / "gpt_snapshot.prev.pt"))["step"] == 5
+
+
+def test_the_best_snapshot_has_the_lowest_loss(alone, tmp_path, monkeypatch):
+    """Catches a best snapshot that is simply the last one."""
+    trainer = make_trainer(tmp_path, "trainer_config.eval_every_steps=5", ranks=alone)
+    losses = iter([3.0, 2.0, 2.5, 2.25])
+    monkeypatch.setattr(trainer, "evaluate", lambda: next(losses))
+    trainer.fit()
+    best = load_snapshot(str(tmp_path / "gpt_snapshot.best.pt"))
+    assert (best["step"], best["best_eval_loss"]) == (10, 2.0)
+
+
+if __name__ == "__main__":
+    run_as_rank(Path(sys.argv[1]))
