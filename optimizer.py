@@ -133,7 +133,7 @@ class BatchedMuon(Muon):
 
     def _step_alike(self, group: dict[str, Any], matrices: list[Tensor], scale: float) -> None:
         """Update n matrices of one shape; tall ones get larger steps, since their outputs have more directions."""
-        gradients = [p.grad for p in matrices]
+        gradients = [p.grad for p in matrices if p.grad is not None]
         averages = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in matrices]
         torch._foreach_lerp_(averages, gradients, 1.0 - group["momentum"])
         # Nesterov: the gradient that the average would give if this step's gradient came once more.
