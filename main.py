@@ -26,6 +26,7 @@ from char_dataset import CharVocabulary, DataConfig, download_corpus, read_text,
 from distributed import Ranks, all_gather, is_lost_connection, leave, process_group
 from model import GPT, ArchitectureConfig, GPTConfig
 from optimizer import OptimizerConfig
+from report import ConsoleHandler
 from snapshot import lock
 from trainer import RunError, Trainer, TrainerConfig
 
@@ -54,7 +55,7 @@ OmegaConf.register_new_resolver("project", lambda path: str(PROJECT / path))
 
 def set_up_logging(ranks: Ranks, run_dir: str) -> None:
     """Rank 0 reports on the console and in main.log; the others speak up only when something is wrong."""
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    handlers: list[logging.Handler] = [ConsoleHandler(logging.INFO)]
     if ranks.is_main:
         handlers.append(logging.FileHandler(Path(run_dir) / "main.log", encoding="utf-8", delay=True))
     name = "" if ranks.world_size == 1 or ranks.is_main else f"[rank {ranks.rank}] "

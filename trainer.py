@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ from optimizer import (
     load_optimizer_state,
     set_learning_rate,
 )
+from report import Reporter, SilentReporter, parameter_norm, peak_memory
 from snapshot import Snapshot, best_url, check_matches, load_newest, prepare, save_snapshot, set_aside
 
 log = logging.getLogger(__name__)
@@ -160,11 +161,26 @@ class RunError(Exception):
     """The run can't go on, and it is no bug: the message says, in one line, what happened and what to do."""
 
 
-class _Silent:
-    """Stands in for the TensorBoard writer on ranks that don't write: takes every call and does nothing."""
+class Window:
+    """Seconds between two reports: those spent training, and among them those spent waiting for data."""
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+    def __init__(self, first_step: int):
+        self.first_step = first_step
+        self.seconds = self.data_seconds = 0.0
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Count what happens in a with-block as training."""
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count what happens in a with-block, inside `training`, as waiting for data."""
+        began = time.perf_counter()
+        yield
+        self.data_seconds += time.perf_counter() - began
 
 
 class Trainer:
@@ -199,7 +215,7 @@ class Trainer:
     ):
         self.config, self.optimizer_config, self.full_config = config, optimizer_config, full_config
         self.vocabulary, self.eval_codes, self.ranks = vocabulary, eval_codes, ranks
-        self.run_dir, self.snapshot_path = run_dir, snapshot_path
+        self.snapshot_path = snapshot_path
         self.corpus = fingerprint(train_codes, eval_codes) if ranks.is_main else ""
 
         self.micro_batch_size = config.sequences_per_forward(ranks.world_size)
@@ -232,16 +248,18 @@ class Trainer:
             generator=torch.Generator(),  # or the loader would draw from the global one, and shift the dropout
         )
 
+        self.window = Window(0)  # what the next report is about
+        self.reporter = Reporter(run_dir) if ranks.is_main else SilentReporter()
         # All that changes while training, apart from the weights and the optimizer's state:
         self.step = 0  # optimizer steps done
         self.total_steps = config.max_epochs * self.sampler.steps_per_epoch
         if config.max_steps is not None:
             self.total_steps = min(self.total_steps, config.max_steps)
-        self.best_eval_loss = math.inf  # nats a character
         self.stop_request = StopRequest()
         self.stop_signal = 0  # the signal on which all ranks agreed to stop; 0: go on
         self.save_error = ""  # why the last save failed; empty: it didn't
-        self.writer: Any = _Silent()
+        self.eval_loss = math.nan  # of the last evaluation, nats a character
+        self.best_eval_loss = math.inf  # nats a character
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -254,25 +272,27 @@ class Trainer:
             RunError: the loss or the gradient is not finite, the launcher died, or the end could not be saved.
         """
         self.stop_request.listen()
-        self._log_header()
-        self._open_writer()
+        self._report_header()
         batches = self._batches()
         self.model.train()
-        clock, clock_step = time.perf_counter(), self.step
+        first_step, self.window = self.step, Window(self.step)
         while True:
             if self._is_due(self.config.eval_every_steps):
                 self._evaluate_and_keep_best()
             if self.step >= self.total_steps or self.stop_signal:
                 break
-            loss, grad_norm = self._train_step(batches)
-            self.step += 1
-            if self._is_due(self.config.log_every_steps):
-                self._log_step(loss, grad_norm, (self.step - clock_step) / (time.perf_counter() - clock))
-                clock, clock_step = time.perf_counter(), self.step
+            with self.window.training():
+                loss, grad_norm = self._train_step(batches)
+                self.step += 1
+                is_reported = self._is_due(self.config.log_every_steps)
+                if is_reported:
+                    loss_value = loss.item()  # here alone the loop waits for the device
+            if is_reported:
+                self._report_step(loss_value, grad_norm)
+                self.window = Window(self.step)
             if self._is_due(self.config.save_every_steps) or self.stop_signal:
                 self._save(self.snapshot_path)
-        self._log_summary()
-        self.writer.close()
+        self._report_end(self.step - first_step)
         if self.save_error:
             raise RunError(f"the last snapshot could not be saved: {self.save_error}")
 
@@ -301,7 +321,8 @@ class Trainer:
         set_learning_rate(self.optimizer, self._learning_rate_factor())
         total_loss = torch.zeros((), device=self.ranks.device)
         for micro_step in range(self.accumulation_steps):
-            x, y = next(batches)  # (B, T) each
+            with self.window.waiting():
+                x, y = next(batches)  # (B, T) each
             with self._gradients_stay_local(until=micro_step == self.accumulation_steps - 1):
                 with self._autocast():
                     _, loss = self.model(x, y)
@@ -387,21 +408,21 @@ class Trainer:
         return sum(m * count for m, count in zip(means, counts, strict=True)), float(sum(counts))
 
     def _evaluate_and_keep_best(self) -> None:
-        loss = self.evaluate()
-        log.info("step %d: evaluation loss %.4f (%.3f bits a character)", self.step, loss, loss / math.log(2))
-        self.writer.add_scalar("eval/loss", loss, self.step)
-        self.writer.add_scalar("eval/bits_per_char", loss / math.log(2), self.step)
+        self.eval_loss = loss = self.evaluate()
+        self.reporter.evaluation(self.step, loss, self.sample() if self.ranks.is_main else "")
         if loss < self.best_eval_loss:
             self.best_eval_loss = loss
             self._save(best_url(self.snapshot_path), keep_previous=False)
 
     @torch.no_grad()
-    def sample(self, tokens: int) -> str:
+    def sample(self) -> str:
         """Text of the present model that starts after a line's end (or, where the text has no lines, anywhere)."""
+        if not self.config.sample_tokens:
+            return ""
         start = "\n" if "\n" in self.vocabulary.characters else self.vocabulary.characters[0]
         idx = self.vocabulary.encode(start)[None].to(self.ranks.device)  # (1, 1)
         random = torch.Generator(self.ranks.device).manual_seed(self.config.seed)
-        out = self.raw_model.generate(idx, tokens, temperature=0.8, do_sample=True, generator=random)  # (1, 1 + tokens)
+        out = self.raw_model.generate(idx, self.config.sample_tokens, 0.8, do_sample=True, generator=random)  # (1, T)
         return self.vocabulary.decode(out[0, 1:])
 
     # ------------------------------------------------------------------------------------------------ snapshots
@@ -429,7 +450,7 @@ class Trainer:
             "config": self.full_config,
             "torch_version": str(torch.__version__),
         }
-        self.writer.flush()  # the curves up to here belong to it
+        self.reporter.flush()  # the curves up to here belong to it
         try:
             save_snapshot(snapshot, url, keep_previous)
             self.save_error = ""
@@ -471,57 +492,46 @@ class Trainer:
                 if old != value:
                     log.info("the configuration has changed and wins: %s.%s was %s, is %s", group, key, old, value)
 
-    # ------------------------------------------------------------------------------------------------ words
+    # ------------------------------------------------------------------------------------------------ reports
 
-    def _open_writer(self) -> None:
-        if self.ranks.is_main:
-            from torch.utils.tensorboard import SummaryWriter  # a second of imports that other ranks save
+    def _report_header(self) -> None:
+        c, ranks, parameters = self.raw_model.config, self.ranks, self.raw_model.num_parameters() / 1e6
+        lines = [
+            f"model: {parameters:.2f} M parameters ({c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, context "
+            f"{c.block_size}, vocabulary {c.vocab_size})",
+            f"text: {self.sampler.targets + 1} characters to train on, {len(self.eval_codes)} to evaluate on; "
+            f"{self.sampler.steps_per_epoch} steps an epoch, {self.total_steps} in all",
+            f"a step: {self.config.batch_size} windows = {ranks.world_size} ranks x {self.accumulation_steps} "
+            f"micro-batches of {self.micro_batch_size}; {str(self.dtype).removeprefix('torch.')} on {ranks.device}, "
+            f"optimizer {self.optimizer_config.name}",
+            f"snapshot: {self.snapshot_path}",
+        ]
+        self.reporter.header(lines, self.full_config, self.step, self.total_steps)
 
-            # purge_step: what was logged after the snapshot that a run resumes from would stand there twice.
-            self.writer = SummaryWriter(self.run_dir, purge_step=self.step + 1)
+    def _report_step(self, loss: float, grad_norm: Tensor) -> None:
+        window, steps = self.window, self.step - self.window.first_step
+        values = {
+            "train/loss": all_reduce_sum([loss])[0] / self.ranks.world_size,
+            "train/learning_rate": self.optimizer.param_groups[-1]["lr"],
+            "train/grad_norm": grad_norm.item(),
+            "train/param_norm": parameter_norm(self.raw_model),
+            "train/tokens_per_second": steps * self.config.batch_size * self.block_size / window.seconds,
+            "time/data_seconds_per_step": window.data_seconds / steps,
+            "time/compute_seconds_per_step": (window.seconds - window.data_seconds) / steps,
+            "memory/peak_gb": peak_memory(self.ranks.device),
+        }
+        self.reporter.train_step(self.step, values)
 
-    def _log_header(self) -> None:
-        c = self.raw_model.config
-        log.info(
-            "model: %.2f M parameters (%d layers, %d heads, width %d, context %d, vocabulary %d)",
-            *(self.raw_model.num_parameters() / 1e6, c.n_layer, c.n_head, c.n_embd, c.block_size, c.vocab_size),
-        )
-        log.info(
-            "text: %d characters to train on, %d to evaluate on; %d steps an epoch, %d in all",
-            *(self.sampler.targets + 1, len(self.eval_codes), self.sampler.steps_per_epoch, self.total_steps),
-        )
-        log.info(
-            "a step: %d windows = %d ranks x %d micro-batches of %d; %s on %s, optimizer %s",
-            *(self.config.batch_size, self.ranks.world_size, self.accumulation_steps, self.micro_batch_size),
-            *(str(self.dtype).removeprefix("torch."), self.ranks.device, self.optimizer_config.name),
-        )
-        log.info("snapshot: %s", self.snapshot_path)
-
-    def _log_step(self, loss: Tensor, grad_norm: Tensor, steps_per_second: float) -> None:
-        """Report a step; the only place where the loop waits for the device."""
-        mean_loss = all_reduce_sum([loss.item()])[0] / self.ranks.world_size
-        tokens_per_second = steps_per_second * self.config.batch_size * self.block_size
-        learning_rate = self.optimizer.param_groups[-1]["lr"]
-        self.writer.add_scalar("train/loss", mean_loss, self.step)
-        self.writer.add_scalar("train/learning_rate", learning_rate, self.step)
-        self.writer.add_scalar("train/grad_norm", grad_norm.item(), self.step)
-        self.writer.add_scalar("train/tokens_per_second", tokens_per_second, self.step)
-        log.info(
-            "step %d/%d: loss %.4f, learning rate %.2e, %.0f tokens/s",
-            *(self.step, self.total_steps, mean_loss, learning_rate, tokens_per_second),
-        )
-
-    def _log_summary(self) -> None:
+    def _report_end(self, steps: int) -> None:
         if self.stop_signal:
             name = signal.Signals(self.stop_signal).name
-            log.info("stopped by %s after step %d of %d; the same command goes on", name, self.step, self.total_steps)
+            self.reporter.stopped(
+                f"stopped by {name} after step {self.step} of {self.total_steps}; start again to go on"
+            )
             return
-        if self.ranks.is_main and self.config.sample_tokens:
-            text = self.sample(self.config.sample_tokens)
-            self.writer.add_text("samples", f"```\n{text}\n```", self.step)
-            log.info("a sample:\n\n%s\n", text)
-        log.info("finished: %d steps, best evaluation loss %.4f", self.step, self.best_eval_loss)
-        log.info("to go on, raise trainer_config.max_epochs; to start over, set trainer_config.resume=false")
+        tokens = steps * self.config.batch_size * self.block_size
+        text = self.sample() if self.ranks.is_main else ""
+        self.reporter.finished(self.step, self.eval_loss, self.best_eval_loss, text, tokens)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -3,6 +3,7 @@
 At optimizer step STEP, rank RANK raises, hangs, or gets a loss that is not a number.
 """
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ def sabotaged(trainer, batches):
         if fault == "raise":
             raise RuntimeError("the very root of the evil")
         if fault == "hang":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or torchrun waits half a minute for it
             time.sleep(1000)
         if fault == "nan":
             next(trainer.raw_model.parameters()).register_hook(lambda gradient: gradient * float("nan"))

@@ -665,5 +665,17 @@ def test_the_best_snapshot_has_the_lowest_loss(alone, tmp_path, monkeypatch):
     assert (best["step"], best["best_eval_loss"]) == (10, 2.0)
 
 
+def test_a_prolonged_run_remembers_its_best_loss(alone, tmp_path, monkeypatch):
+    """Catches a best loss that the last evaluation found after the last save: a worse snapshot would replace it."""
+    make_trainer(tmp_path, "trainer_config.max_steps=7", ranks=alone).fit()
+    best = load_snapshot(str(tmp_path / "gpt_snapshot.best.pt"))
+    assert best["step"] == 7
+    longer = make_trainer(tmp_path, "trainer_config.max_steps=9", ranks=alone)
+    longer.resume()
+    monkeypatch.setattr(longer, "evaluate", lambda: best["best_eval_loss"] + 1.0)
+    longer.fit()
+    assert load_snapshot(str(tmp_path / "gpt_snapshot.best.pt"))["step"] == 7
+
+
 if __name__ == "__main__":
     run_as_rank(Path(sys.argv[1]))
