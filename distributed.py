@@ -80,9 +80,9 @@ def process_group(timeout_minutes: float) -> Iterator[Ranks]:
 
     # Numbers on the CPU (losses, decisions) travel by gloo, gradients by the device's own backend. MPS has none: one
     # Mac is a world of one rank.
-    backend = "cpu:gloo"
+    backend = "gloo"
     if device.type not in ("cpu", "mps"):
-        backend += f",{device.type}:{dist.get_default_backend_for_device(device)}"
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
     # After a restart, a store that torchrun keeps still holds the addresses of the workers that died, and half of all
     # restarts fail with "connection refused". A prefix for each attempt keeps them apart. (Between nodes the counts

@@ -51,6 +51,21 @@ for recipe in sorted((PROJECT / "recipes").glob("*.yaml")):  # `+recipe=NAME` la
     ConfigStore.instance().store(group="recipe", name=recipe.stem, node=OmegaConf.load(recipe), package="_global_")
 # The default run directory and the default text lie in the project, wherever the command is typed.
 OmegaConf.register_new_resolver("project", lambda path: str(PROJECT / path))
+OmegaConf.register_new_resolver("help", lambda: help_text())
+OmegaConf.register_new_resolver("name", lambda overrides: overrides.replace("/", "_"))  # as a directory
+
+RESULTS: list[tuple[float, str]] = []  # (best evaluation loss, run directory) of each run: a sweep has several
+
+
+def help_text() -> str:
+    """What --help prints: the configuration file with its comments, and the recipes with their first lines."""
+    keys = (PROJECT / "gpt2_train_cfg.yaml").read_text(encoding="utf-8")
+    keys = keys[keys.index("data_config:") : keys.index("hydra:")]
+    recipes = [
+        f"  +recipe={path.stem:12} {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}"
+        for path in sorted((PROJECT / "recipes").glob("*.yaml"))
+    ]
+    return "\n".join(["Keys (set any of them as group.key=value):", "", keys, "Recipes:", "", *recipes])
 
 
 def set_up_logging(ranks: Ranks, run_dir: str) -> None:
@@ -168,6 +183,7 @@ def train(cfg: DictConfig) -> None:
             print(f"rank {ranks.rank} has lost another rank, whose own output says why", file=sys.stderr, flush=True)
             time.sleep(3)  # torchrun names the first process that ends as the root cause: that isn't this one
             sys.exit(1)
+    RESULTS.append((trainer.best_eval_loss, run_dir))
     if why_bundled and ranks.is_main:
         warn_bundled(why_bundled)
     if trainer.stop_signal:
@@ -188,6 +204,10 @@ def main() -> None:
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
+    if len(RESULTS) > 1:
+        print("\nthe runs of this sweep, best first:", file=sys.stderr)
+        for loss, run_dir in sorted(RESULTS):
+            print(f"  evaluation loss {loss:.4f}  {run_dir}", file=sys.stderr)
     leave(code or 0)
 
 

@@ -60,7 +60,7 @@ class Reporter(SilentReporter):
         for line in lines:
             log.info("%s", line)
         # purge_step: what was logged after the snapshot that a run resumes from would stand there twice.
-        self.writer = SummaryWriter(self.run_dir, purge_step=step + 1)
+        self.writer: Any = SummaryWriter(self.run_dir, purge_step=step + 1)
         self.config = {f"{group}.{key}": value for group, values in config.items() for key, value in values.items()}
         table = "\n".join(f"| {key} | {value} |" for key, value in self.config.items())
         self.writer.add_text("config", f"| key | value |\n| --- | --- |\n{table}", step)
