@@ -44,6 +44,13 @@ class DataConfig:
             raise ValueError(f"data_config.truncate={self.truncate}: must be above 0 and at most 1 (the whole text)")
 
 
+def describe(error: BaseException) -> str:
+    """An error's type and text, in one line; of the first in a chain, since fsspec says "not found" for most others."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def download_corpus(path: Path, url: str = CORPUS_URL, sha256: str = CORPUS_SHA256) -> None:
     """Download a text to `path`, which appears complete and verified, or not at all.
 
@@ -66,7 +73,7 @@ def download_corpus(path: Path, url: str = CORPUS_URL, sha256: str = CORPUS_SHA2
         with fsspec.open(url, "rb", **options) as source:
             content = source.read()
     except Exception as error:  # each of fsspec's backends raises errors of its own
-        raise OSError(f"{url}: {type(error).__name__}: {error}") from error
+        raise OSError(f"{url}: {describe(error)}") from error
     digest = hashlib.sha256(content).hexdigest()
     if digest != sha256:
         raise OSError(f"{url}: got {len(content)} bytes with SHA-256 {digest}, expected {sha256}")
@@ -94,7 +101,7 @@ def read_text(path: str) -> str:
             content = file.read()
     except Exception as error:  # each of fsspec's backends raises errors of its own
         raise ValueError(
-            f"data_config.path={path} can't be read ({type(error).__name__}: {error}); "
+            f"data_config.path={path} can't be read ({describe(error)}); "
             "give a UTF-8 text file, or any fsspec URL of one"
         ) from error
     try:

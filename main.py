@@ -94,9 +94,9 @@ def find_text(path: str, ranks: Ranks) -> tuple[str, str]:
     default = PROJECT / path
     failure = ""
     if ranks.local_rank == 0 and not default.exists():  # one rank of each node fetches
-        log.info("downloading tiny-shakespeare to %s", default)
         try:
             download_corpus(default)
+            log.info("downloaded tiny-shakespeare to %s", default)
         except OSError as error:
             failure = str(error)
     failures = [reason for reason in all_gather(failure) if reason]  # makes the others wait, and all nodes agree
@@ -110,7 +110,7 @@ def warn_bundled(reason: str) -> None:
     log.warning(
         "WARNING: no tiny-shakespeare (%s). Training on the short text that comes with the project, %s: losses won't "
         "compare. Put a text at data/input.txt, or connect to the network, and start with trainer_config.resume=false.",
-        *(" ".join(reason.split()), BUNDLED_TEXT),
+        *(reason, BUNDLED_TEXT),
     )
 
 

@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,17 @@ from optimizer import (
     set_learning_rate,
 )
 from report import Reporter, SilentReporter, parameter_norm, peak_memory
-from snapshot import Snapshot, best_url, check_matches, load_newest, prepare, save_snapshot, set_aside
+from snapshot import (
+    DamagedSnapshotError,
+    Snapshot,
+    best_url,
+    check_matches,
+    load_newest,
+    load_snapshot,
+    prepare,
+    save_snapshot,
+    set_aside,
+)
 
 log = logging.getLogger(__name__)
 
@@ -471,6 +481,9 @@ class Trainer:
                 snapshot = load_newest(self.snapshot_path)
                 if snapshot is not None:
                     check_matches(snapshot, self._identity())
+                    # An evaluation may have come after this snapshot: the best one knows better.
+                    with suppress(FileNotFoundError, DamagedSnapshotError):
+                        snapshot["best_eval_loss"] = load_snapshot(best_url(self.snapshot_path))["best_eval_loss"]
             else:
                 for name in set_aside(self.snapshot_path):
                     log.info("moved an old snapshot aside: %s", name)
