@@ -445,6 +445,17 @@ def test_learning_rates_follow_the_schedule(alone, tmp_path):
     assert recorded == {step + 1: pytest.approx(2e-3 * factor, rel=1e-6) for step, factor in enumerate(factors)}
 
 
+def test_every_epoch_has_an_order_of_its_own(alone, tmp_path):
+    """Catches a loop that never calls set_epoch: all epochs would repeat the first one's windows in its order."""
+    trainer = make_trainer(tmp_path, "trainer_config.max_epochs=2", "trainer_config.max_steps=null", ranks=alone)
+    seen = []
+    trainer.raw_model.register_forward_pre_hook(lambda m, inputs: seen.append(inputs[0]) if m.training else None)
+    trainer.fit()
+    assert len(seen) == 2 * 24
+    for first, second in zip(seen[:24], seen[24:], strict=True):
+        assert not torch.equal(first, second)
+
+
 # ------------------------------------------------------------------------------------ evaluation
 
 

@@ -32,9 +32,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(TESTS))
-sys.path.insert(0, str(TESTS.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import torch
 from conftest import read_losses
@@ -227,7 +226,9 @@ def attempts(process: subprocess.Popen[str]) -> list[int]:
         return []
 
 
-def wait_for_moment(moment: str, run_dir: Path, log_start: int, process: subprocess.Popen[str], rng: random.Random):
+def wait_for_moment(
+    moment: str, run_dir: Path, log_start: int, process: subprocess.Popen[str], rng: random.Random
+) -> None:
     """Let the run come to where it is to be killed."""
 
     def last_step() -> int:
@@ -384,7 +385,8 @@ def kill_between_operations(stress: Stress, folder: Path) -> None:
     row = stress.row("SIGKILL before and after each fsync and rename of a save; newest file whole, damaged or missing")
     url = str(folder / "gpt_snapshot.pt")
     for newest in ("whole", "damaged", "missing"):
-        operation, exit_code = 0, -1
+        operation = 0
+        exit_code: int | None = -1
         while exit_code:
             operation += 1
             for after in (False, True):
@@ -744,8 +746,8 @@ def killed_on_s3(stress: Stress, store: FaultyStore, alone: Path, together: Path
     run_dir = stress.folder / "s3-killed"
     target = "trainer_config.snapshot_path=s3://bucket/s3-killed/gpt_snapshot.pt"
     # Where snapshots are taken doesn't change the training; fewer of them take less time.
-    with running(run_dir, *LONGER, target, "trainer_config.save_every_steps=100", launcher=TWO_RANKS) as process:
-        for begin in (120, 520):
+    with running(run_dir, *LONGER, target, "trainer_config.save_every_steps=200", launcher=TWO_RANKS) as process:
+        for begin in (210, 610):
             wait_for_step(run_dir, begin + stress.random.randrange(200))
             os.kill(stress.random.choice(workers(process)), signal.SIGKILL)
             time.sleep(0.5)
@@ -812,14 +814,16 @@ def main() -> int:
     arguments = parser.parse_args()
     say(f"seed {arguments.seed}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up then, too
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # "restart detected", at every one
     logging.getLogger("snapshot").setLevel(logging.ERROR)  # "is not a whole snapshot", a thousand times
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="stress-"))
     stress = Stress(arguments.seed, folder)
     try:
         for name in [arguments.only] if arguments.only else PARTS:
-            part, limit = PARTS[name]
             part_began = time.monotonic()
+            part, limit = PARTS[name]
+            limit = max(1, min(limit, int(began + 590 - part_began)))  # ten minutes in all
             try:
                 with time_limit(limit):
                     part(stress)
