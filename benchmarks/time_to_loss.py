@@ -1,0 +1,151 @@
+"""Question: how soon is the model as good as nanoGPT's CPU recipe makes it, and how good is it when that one is done?
+
+Measured: whole runs of the command `python main.py`, in turns, on the same text: recipes/nanogpt_cpu.yaml (the
+yardstick), the default, recipes/adamw.yaml; once for each seed. Losses are evaluations over the whole evaluation text,
+in nats a character, each with the time at which it was written to TensorBoard's events.
+
+* wall: seconds from the command to its end: imports, training, evaluations, snapshots and the sample.
+* training: seconds from right before the first step to the end of the last evaluation, with all evaluations and
+  snapshots on the way.
+* final loss: the evaluation at the end of the run.
+* seconds to the yardstick's loss: training seconds until the first evaluation at or below the loss at which the
+  yardstick of the same seed ended.
+* loss after the yardstick's seconds: the last evaluation not later than the yardstick's training seconds.
+
+The last two need evaluations more often than every 250 steps: --eval-every 50. Each costs some tenths of a second, is
+part of the seconds, and nothing is subtracted; so take wall times from a run without --eval-every.
+
+    python benchmarks/time_to_loss.py [--seeds 1337 1 2] [--eval-every 50] [--text PATH] [--quick]
+
+Units: seconds; nats a character.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from _common import PROJECT, environment, print_table
+
+YARDSTICK = "nanogpt_cpu"
+RECIPES = (YARDSTICK, "default", "adamw")
+
+
+@dataclass
+class Run:
+    """One finished run.
+
+    Args:
+        wall: seconds from the command to its end.
+        curve: (training seconds, evaluation loss) of every evaluation, in order.
+    """
+
+    wall: float
+    curve: list[tuple[float, float]]
+
+    @property
+    def training(self) -> float:
+        """Training seconds until the last evaluation."""
+        return self.curve[-1][0]
+
+    @property
+    def final_loss(self) -> float:
+        """The last evaluation's loss."""
+        return self.curve[-1][1]
+
+    def seconds_to(self, loss: float) -> float:
+        """Training seconds until the first evaluation at or below a loss; infinite if there is none."""
+        return next((seconds for seconds, reached in self.curve if reached <= loss), float("inf"))
+
+    def loss_after(self, seconds: float) -> float:
+        """The loss of the last evaluation not later than so many training seconds; infinite if there is none."""
+        return next((loss for at, loss in reversed(self.curve) if at <= seconds), float("inf"))
+
+
+def read_curve(run_dir: str) -> list[tuple[float, float]]:
+    """The evaluations of a run; the clock starts where the trainer opens its events, right before the first step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(run_dir, size_guidance={"scalars": 0})
+    events.Reload()
+    begin = events.FirstEventTimestamp()
+    return [(event.wall_time - begin, event.value) for event in events.Scalars("eval/loss")]
+
+
+def train(recipe: str, seed: int, threads: int, overrides: list[str]) -> Run:
+    """Run the program as a reader would, in a directory of its own."""
+    with tempfile.TemporaryDirectory() as run_dir:
+        command = [sys.executable, str(PROJECT / "main.py"), f"hydra.run.dir={run_dir}", f"trainer_config.seed={seed}"]
+        command += [] if recipe == "default" else [f"+recipe={recipe}"]
+        begin = time.perf_counter()
+        done = subprocess.run([*command, *overrides], env=environment(threads), stderr=subprocess.PIPE, text=True)
+        wall = time.perf_counter() - begin
+        if done.returncode:
+            sys.exit(done.stderr)
+        run = Run(wall, read_curve(run_dir))
+    print(f"seed {seed}: {recipe}: {run.wall:.1f} s, loss {run.final_loss:.4f}", file=sys.stderr, flush=True)
+    return run
+
+
+def figures(run: Run, yardstick: Run) -> list[float]:
+    """The columns of one run, as the module's docstring defines them."""
+    return [
+        *(run.wall, run.wall / yardstick.wall, run.training, run.final_loss),
+        run.seconds_to(yardstick.final_loss),
+        run.seconds_to(yardstick.final_loss) / yardstick.training,
+        run.loss_after(yardstick.training),
+    ]
+
+
+def as_cells(values: list[float]) -> list[object]:
+    """Seconds with one decimal, ratios with two, losses with four."""
+    return [f"{value:.{digits}f}" for value, digits in zip(values, (1, 2, 1, 4, 1, 3, 4), strict=True)]
+
+
+def main() -> None:
+    """Train, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="20 steps on the bundled text, one seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1337])
+    parser.add_argument("--eval-every", type=int, metavar="STEPS", help="default: as often as the configuration says")
+    parser.add_argument("--text", type=Path, help="default: the configuration's, tiny-shakespeare")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    overrides = []
+    if arguments.quick:
+        arguments.seeds, arguments.eval_every = arguments.seeds[:1], 10
+        arguments.text = arguments.text or PROJECT / "data" / "sample.txt"
+        overrides += ["trainer_config.max_steps=20"]
+    if arguments.eval_every:
+        overrides += [f"trainer_config.eval_every_steps={arguments.eval_every}"]
+    if arguments.text:
+        overrides += [f"data_config.path={arguments.text.resolve()}"]
+
+    table: dict[str, list[list[float]]] = {recipe: [] for recipe in RECIPES}
+    rows: list[list[object]] = []
+    for seed in arguments.seeds:
+        runs = {recipe: train(recipe, seed, arguments.threads, overrides) for recipe in RECIPES}
+        for recipe, run in runs.items():
+            table[recipe].append(figures(run, runs[YARDSTICK]))
+            rows.append([f"`{recipe}`", seed, *as_cells(table[recipe][-1])])
+    if len(arguments.seeds) > 1:
+        for name, summary in (("median", statistics.median), ("worst", max)):
+            for recipe in RECIPES:  # of every column, smaller is better
+                values = [float(summary(column)) for column in zip(*table[recipe], strict=True)]
+                rows.append([f"`{recipe}`", name, *as_cells(values)])
+    print_table(
+        [
+            *("configuration", "seed", "wall, s", f"wall : `{YARDSTICK}`", "training, s", "final loss"),
+            *(f"seconds to `{YARDSTICK}`'s loss", f"in `{YARDSTICK}`'s seconds", f"loss after `{YARDSTICK}`'s seconds"),
+        ],
+        rows,
+        f"{arguments.threads} threads; evaluation every {arguments.eval_every or 250} steps.",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The whole context goes through the model again for every new token (TUTORIAL.md, chapter 10)."""
+
+import time
+
+import torch
+from _shared import is_quick, print_table, small_model
+from torch import Tensor
+
+from model import GPT
+
+
+@torch.no_grad()
+def generate_uncached(model: GPT, idx: Tensor, max_new_tokens: int) -> Tensor:
+    """THE MISTAKE: T positions are computed for a token that needs one. (B, T) -> (B, T + max_new_tokens)"""
+    for _ in range(max_new_tokens):
+        logits, _ = model(idx[:, -model.config.block_size :])  # (B, T, V)
+        idx = torch.cat((idx, logits[:, -1].argmax(dim=-1, keepdim=True)), dim=1)
+    return idx
+
+
+if __name__ == "__main__":
+    quick = is_quick(__doc__)
+    block_size = 128 if quick else 256
+    model = small_model(65, block_size, n_layer=6, n_embd=128 if quick else 384).eval()
+    prompt = torch.zeros(1, 1, dtype=torch.int64)
+    new = block_size - 1  # up to the full context: so far both must say the same
+    rows, texts = [], []
+    for name, generate in (
+        ("wrong: all positions again", lambda: generate_uncached(model, prompt, new)),
+        ("right: cached keys and values", lambda: model.generate(prompt, new)),
+    ):
+        began = time.perf_counter()
+        texts.append(generate())
+        rows.append((name, [new / (time.perf_counter() - began)]))
+    print(f"{model.num_parameters() / 1e6:.2f} M parameters, {new} tokens; same text: {torch.equal(*texts)}")
+    print_table(["tokens/s"], rows)

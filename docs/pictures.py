@@ -1,0 +1,218 @@
+"""Draws the pictures of TUTORIAL.md, from the project's own functions and from runs that it makes or is shown.
+
+python docs/pictures.py mask schedule ranks restart     # the ones named, or all four: docs/NAME.png
+python docs/pictures.py curves RUN_DIR RUN_DIR          # docs/curves.png from two finished runs' TensorBoard events
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+DOCS = Path(__file__).resolve().parent
+PROJECT = DOCS.parent
+sys.path[:0] = [str(PROJECT), str(DOCS / "mistakes")]
+
+from char_dataset import CharDataset, WindowSampler  # noqa: E402
+from optimizer import learning_rate_factor  # noqa: E402
+
+BLUE, ORANGE, GREEN, RED, GREY = "#1f77b4", "#e07b00", "#2a8a3e", "#c22f2f", "#8a8a8a"  # told apart without colour too
+plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 110})
+
+
+def save(figure: Figure, name: str) -> None:
+    """Write docs/NAME.png on white, so that it reads on dark pages too."""
+    figure.savefig(DOCS / f"{name}.png", facecolor="white", bbox_inches="tight")
+    plt.close(figure)
+    print(f"docs/{name}.png: {(DOCS / f'{name}.png').stat().st_size / 1024:.0f} KB")
+
+
+def attention_weights(T: int, float_mask: bool) -> Tensor:
+    """What each query takes from each key where all scores are equal: (T, T)."""
+    q = k = torch.zeros(1, 1, T, 8)
+    v = torch.eye(T)[None, None]  # the output is then the weights themselves
+    if float_mask:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.tril(torch.ones(T, T)))[0, 0]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0, 0]
+
+
+def draw_mask() -> None:
+    """The causal mask, the mask that leaks, and what a trained model makes of the leak."""
+    from float_mask import loss_by_position
+
+    T = 8
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.5), width_ratios=[1, 1, 1.5], layout="constrained")
+    for axis, name, weights in (
+        (axes[0], "is_causal=True", attention_weights(T, float_mask=False)),
+        (axes[1], "float tril mask, added", attention_weights(T, float_mask=True)),
+    ):
+        axis.imshow(weights.sqrt(), cmap="Blues", vmin=0, vmax=1)
+        for i in range(T):
+            for j in range(T):
+                weight = float(weights[i, j])
+                leaks = j > i and weight > 0
+                colour = RED if leaks else "white" if weight > 0.3 else "black"
+                text = f"{weight:.2f}".lstrip("0") if weight else "0"
+                axis.text(j, i, text, ha="center", va="center", fontsize=7, color=colour, weight=700 if leaks else 400)
+        axis.set(title=name, xlabel="key: position looked at", ylabel="query: position that looks")
+        axis.spines[:].set_visible(False)
+        axis.tick_params(length=0)
+    for (name, loss), colour, style in zip(
+        loss_by_position(quick=False).items(), (RED, BLUE), ("-", "--"), strict=True
+    ):
+        axes[2].plot(range(len(loss)), loss, color=colour, linestyle=style, label=name)
+        axes[2].plot(len(loss) - 1, loss[-1], "o", color=colour)
+    axes[2].set(title="loss on unseen text after 450 steps", xlabel="position in the window", ylabel="nats a character")
+    axes[2].set_ylim(bottom=-0.1)
+    axes[2].legend(frameon=False, loc=(0.05, 0.4))
+    save(figure, "mask")
+
+
+def draw_schedule() -> None:
+    """The learning-rate factor of the default run and of a run with warm-up and floor that one can see."""
+    figure, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")
+    total = 1500
+    for warmup, floor, colour, style in ((20, 0.0, BLUE, "-"), (300, 0.1, ORANGE, "--")):
+        factors = [learning_rate_factor(step, warmup, total, floor) for step in range(total + 100)]
+        axis.plot(factors, color=colour, linestyle=style, label=f"warmup_steps={warmup}, min_lr_ratio={floor:g}")
+    axis.axvline(total, color=GREY, linewidth=0.8)
+    axis.annotate("total_steps", (total, 0.95), (-4, 0), textcoords="offset points", ha="right", color=GREY)
+    axis.set(xlabel="optimizer step", ylabel="factor of the peak learning rate", ylim=(0, 1.05), xlim=(0, total + 100))
+    axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    save(figure, "schedule")
+
+
+def draw_ranks() -> None:
+    """Which windows of a text make up each optimizer step, and which rank has them, for 1, 2 and 3 ranks."""
+    T, batch_size = 8, 6
+    dataset = CharDataset(np.zeros(270, dtype=np.uint8), T)
+    figure, axes = plt.subplots(1, 3, figsize=(11, 2.9), sharey=True, layout="constrained")
+    for world_size, axis in zip((1, 2, 3), axes, strict=True):
+        for rank in range(world_size):
+            sampler = WindowSampler(dataset, batch_size, world_size, rank, seed=3)
+            sampler.set_epoch(0)
+            colour, hatch = ((BLUE, ""), (ORANGE, "//"), (GREEN, ".."))[rank]
+            share = batch_size // world_size
+            for i, start in enumerate(sampler):
+                axis.barh(i // share + 1, T, left=start, height=0.7, color=colour, hatch=hatch, edgecolor="white")
+            axis.bar(0, 0, color=colour, hatch=hatch, edgecolor="white", label=f"rank {rank}")
+        steps = sampler.steps_per_epoch
+        axis.set(title=f"{world_size} rank" + "s" * (world_size > 1), xlabel="character of the text")
+        axis.set(xlim=(0, len(dataset.codes)), ylim=(steps + 0.6, 0.4), yticks=range(1, steps + 1))
+        axis.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.22), columnspacing=1)
+    axes[0].set_ylabel("optimizer step")
+    save(figure, "ranks")
+
+
+def watch(run_dir: Path, began: float, kill_at: int | None) -> list[tuple[float, int]]:
+    """Run main.py, note when it reports each step, and kill it (SIGKILL) at one of them.
+
+    Returns:
+        (seconds since `began`, step) of every report.
+    """
+    command = [sys.executable, PROJECT / "main.py", f"hydra.run.dir={run_dir}", "trainer_config.max_steps=60"]
+    command += [f"data_config.path={PROJECT / 'data' / 'sample.txt'}", "trainer_config.save_every_steps=20"]
+    command += ["trainer_config.log_every_steps=1", "trainer_config.eval_every_steps=1000"]
+    command += ["trainer_config.sample_tokens=0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([str(c) for c in command], env=environment, stderr=subprocess.DEVNULL)
+    log = run_dir / "main.log"
+    offset = log.stat().st_size if log.exists() else 0
+    reports: list[tuple[float, int]] = []
+    while process.poll() is None:
+        time.sleep(0.005)
+        if not log.exists():
+            continue
+        with open(log, encoding="utf-8") as file:
+            file.seek(offset)
+            found = [int(step) for step in re.findall(r"step (\d+)/\d+: loss", file.read())]
+        reports += [(time.perf_counter() - began, step) for step in found[len(reports) :]]
+        if reports and reports[-1][1] == kill_at:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    return reports
+
+
+def draw_restart() -> None:
+    """The timeline of a run that is killed between two snapshots and started again."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        first = watch(Path(folder), began, kill_at=33)
+        restarted = time.perf_counter() - began
+        second = watch(Path(folder), began, kill_at=None)
+    assert first[-1][1] == 33
+    assert second[0][1] == 21, "the run went on from the snapshot of step 20"
+    figure, axis = plt.subplots(figsize=(9, 3.4), layout="constrained")
+    axis.plot(*zip(*[r for r in first if r[1] <= 20], strict=True), color=BLUE, linewidth=2)
+    lost = [r for r in first if r[1] >= 20]
+    axis.plot(*zip(*lost, strict=True), color=RED, linewidth=2, linestyle=":", label="computed, and lost")
+    axis.plot(*zip(*second, strict=True), color=BLUE, linewidth=2, label="computed, and kept")
+    saved = [r for r in first if r[1] == 20] + [r for r in second if r[1] in (40, 60)]
+    axis.plot(*zip(*saved, strict=True), "o", color=GREEN, markersize=8, label="snapshot")
+    axis.plot(*first[-1], "X", color=RED, markersize=10)
+    axis.annotate("SIGKILL", first[-1], (8, 4), textcoords="offset points", color=RED)
+    axis.axvspan(restarted, second[0][0], color=GREY, alpha=0.2, linewidth=0)
+    middle = (restarted + second[0][0]) / 2
+    axis.annotate("starts again,\nreads the snapshot", (middle, 2), ha="center", fontsize=9)
+    axis.annotate("", second[0], saved[0], arrowprops={"arrowstyle": "->", "color": GREEN, "linestyle": "--"})
+    axis.set(xlabel="seconds since the first start", ylabel="optimizer steps done", xlim=(0, None), ylim=(0, 63))
+    axis.legend(frameon=False, loc="upper left")
+    save(figure, "restart")
+
+
+def read_scalars(run_dir: str, tag: str) -> tuple[list[int], list[float]]:
+    """(Steps, values) of one of TensorBoard's curves."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(run_dir, size_guidance={"scalars": 0})
+    events.Reload()
+    points = events.Scalars(tag)
+    return [p.step for p in points], [p.value for p in points]
+
+
+def draw_curves(run_dirs: list[str]) -> None:
+    """Losses of finished runs, over their optimizer steps: training thin, evaluation thick."""
+    figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    for run_dir, colour, marker in zip(run_dirs, (BLUE, ORANGE), ("o", "s"), strict=True):
+        axis.plot(*read_scalars(run_dir, "train/loss"), color=colour, linewidth=0.6, alpha=0.6)
+        steps, losses = read_scalars(run_dir, "eval/loss")
+        name = Path(run_dir).resolve().name
+        axis.plot(steps, losses, color=colour, marker=marker, label=f"{name}: evaluation (thin: training)")
+        axis.annotate(f"{losses[-1]:.3f}", (steps[-1], losses[-1]), (6, 0), textcoords="offset points", va="center")
+    axis.set(xlabel="optimizer step", ylabel="loss, nats a character", ylim=(1.2, 2.8), xlim=(0, None))
+    axis.legend(frameon=False)
+    save(figure, "curves")
+
+
+def main() -> None:
+    """Draw what the command line names."""
+    torch.set_num_threads(1)
+    names = sys.argv[1:] or ["mask", "schedule", "ranks", "restart"]
+    if names[0] == "curves":
+        if len(names) != 3:
+            sys.exit("error: name two run directories: python docs/pictures.py curves RUN_DIR RUN_DIR")
+        draw_curves(names[1:])
+        return
+    functions = {"mask": draw_mask, "schedule": draw_schedule, "ranks": draw_ranks, "restart": draw_restart}
+    for name in names:
+        if name not in functions:
+            sys.exit(f"error: no picture is called {name}; there are {', '.join(functions)} and curves")
+        functions[name]()
+
+
+if __name__ == "__main__":
+    main()
