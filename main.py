@@ -202,7 +202,7 @@ def main() -> None:
         lines = [str(e).splitlines()[0].rstrip(".") for e in (error, error.__cause__) if e is not None]
         code = f"error: {': '.join(lines)}; gpt2_train_cfg.yaml explains all keys and their values"
     if isinstance(code, str):
-        print(code, file=sys.stderr)
+        sys.stderr.write(f"{code}\n")  # in one piece: print writes two, and another rank's line could come between
         code = 1
     if len(RESULTS) > 1:
         print("\nthe runs of this sweep, best first:", file=sys.stderr)

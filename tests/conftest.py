@@ -14,6 +14,8 @@ SAMPLE_TEXT = PROJECT / "data" / "sample.txt"
 # Two processes that each use all cores wait for each other actively, and are many times slower than one.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+# What is compared to the bit is compared on the CPU, also where there are GPUs.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 # A run of seconds: a model of 8,000 parameters, 20 steps, in float32 so that results compare exactly.
 TINY_RUN = [

@@ -92,7 +92,8 @@ def test_characters_arrive_while_the_text_is_made(snapshot):
     """Catches text that is printed only at the end, and text that waits in a buffer (of 8192 characters)."""
     tokens = 7000  # some seconds
     command = [sys.executable, PROJECT / "generate.py", PROMPT, "--snapshot", snapshot, "--max-new-tokens", str(tokens)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=buffered) as process:
         try:
             assert process.stdout is not None
             assert select.select([process.stdout], [], [], 60)[0]

@@ -394,6 +394,7 @@ def kill_between_operations(stress: Stress, folder: Path) -> None:
                     save_snapshot(state(step, 1000), url)
                 if newest == "damaged":
                     os.truncate(url, 500)
+                    load_newest(url)  # as every start does, and it must make the next save safe
                 elif newest == "missing":
                     os.unlink(url)
                 writer = multiprocessing.get_context("fork").Process(
@@ -728,7 +729,9 @@ def fault_store(stress: Stress) -> None:
             row.add(problem, times=max(1, counts.total()))
         row.fault = "S3 requests answered with 500, cut off in the request or the answer, or 2 s late"
         outage(stress, store, undisturbed[0])
-        refused_at_the_end(stress, store)
+        for refusal in (last_save_refused, refused_after_damage):
+            refusal(stress, store)
+            store.refuses = lambda method, path, is_copy: False
 
 
 def now_and_then(stress: Stress, store: FaultyStore, alone: Path, together: Path) -> str:
@@ -777,19 +780,37 @@ def outage(stress: Stress, store: FaultyStore, alone: Path) -> None:
     row.add(problem or run_difference(run_dir, alone, fetch("s3-outage", stress.folder / "s3-outage-copy")))
 
 
-def refused_at_the_end(stress: Stress, store: FaultyStore) -> None:
-    """The newest snapshot is damaged, the previous one is whole, and the store takes everything but the last save."""
+def refuse(store: FaultyStore, key: str) -> None:
+    """Let the store refuse to take one object, and take all others."""
+    store.refuses = lambda method, path, is_copy: method == "PUT" and path.endswith(key) and not is_copy
+
+
+def last_save_refused(stress: Stress, store: FaultyStore) -> None:
+    """The last snapshot is refused, and the best one, which is saved right after it, is taken."""
+    row = stress.row("S3 server that takes the best snapshot, but not the last: the exit code says so")
+    run_dir, key = stress.folder / "s3-last", "s3-last/gpt_snapshot.pt"
+    refuse(store, key)
+    target = f"trainer_config.snapshot_path=s3://bucket/{key}"
+    with running(run_dir, target, "trainer_config.save_every_steps=100000", launcher=ALONE) as process:
+        code = process.wait(120)
+    best = load_snapshot("s3://bucket/" + key.replace(".pt", ".best.pt"))["step"]
+    # Else this would pass without having tried anything.
+    assert (best, failures(run_dir)) == (300, 1), f"best at step {best}, {failures(run_dir)} failed saves"
+    row.add("" if code == 1 else f"exit code {code}, though step 300 could not be saved: {last_words(run_dir)}")
+
+
+def refused_after_damage(stress: Stress, store: FaultyStore) -> None:
+    """The newest snapshot is damaged, the previous one is whole, and the next save is refused."""
+    row = stress.row("S3: newest damaged, resumed from the previous, next save refused: the previous is still there")
     run_dir, key = stress.folder / "s3", "s3/gpt_snapshot.pt"
     s3(key, s3(key)[:-1])
-    store.refuses = lambda method, path, is_copy: method == "PUT" and path.endswith(key) and not is_copy
+    refuse(store, key)
     with running(run_dir, f"trainer_config.snapshot_path=s3://bucket/{key}", launcher=ALONE) as process:
-        code = process.wait(120)
-    store.refuses = lambda method, path, is_copy: False
-    row = stress.row("S3 server that takes the best snapshot, but not the last: the exit code says so")
-    row.add("" if code == 1 else f"exit code {code} after {failures(run_dir)} failed saves: {last_words(run_dir)}")
-    row = stress.row("S3: newest damaged, resumed from the previous, next save refused: the previous is still there")
+        process.wait(120)
+    assert "going on from the previous snapshot" in output(run_dir), last_words(run_dir)
+    assert failures(run_dir), last_words(run_dir)
     try:
-        snapshot = load_newest(fetch("s3", stress.folder / "s3-refused-copy"))
+        snapshot = load_newest(f"s3://bucket/{key}")
         row.add("" if snapshot and snapshot["step"] == 280 else f"step {snapshot and snapshot['step']}, not 280")
     except ValueError as error:
         row.add(str(error))

@@ -1,0 +1,277 @@
+"""TUTORIAL.md and README.md say what is there: excerpts, names, keys, commands, and the figures' direction."""
+
+import itertools
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import hydra
+import pytest
+from conftest import PROJECT
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+import generate
+import main
+
+DOCUMENTS = {name: (PROJECT / name).read_text(encoding="utf-8") for name in ("README.md", "TUTORIAL.md")}
+MISTAKES = sorted(path.stem for path in (PROJECT / "docs" / "mistakes").glob("[!_]*.py"))
+GROUPS = ("data_config", "gpt_config", "optimizer_config", "trainer_config")
+
+# Named by the documents, but made by a run or brought by the reader.
+MADE_LATER = {"data/input.txt", "my_text.txt", "config.yaml", "main.log", "runs/"}
+
+
+def without_code(text: str) -> str:
+    """A document without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def excerpts() -> list[tuple[int, str, list[str]]]:
+    """All of TUTORIAL.md's excerpts: (line in it, file, its contiguous pieces)."""
+    found = []
+    text = DOCUMENTS["TUTORIAL.md"]
+    for match in re.finditer(r"From `([\w/.]+)`:\n\n```\w*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        line = text[: match.start(2)].count("\n") + 1
+        found.append((line, match[1], re.split(r"^ *\.\.\. *\n", match[2], flags=re.MULTILINE)))
+    return found
+
+
+def commands(document: str) -> list[str]:
+    """The commands in a document's fenced blocks, one by one, without comments."""
+    blocks = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```$", DOCUMENTS[document], flags=re.MULTILINE | re.DOTALL)
+    lines = [re.sub(r"\s+#.*", "", line) for block in blocks for line in block.splitlines()]
+    parts = [part.strip() for line in lines for part in re.split(r"&&|\|", line)]
+    return [part for part in parts if re.match(r"(python3?|torchrun|pytest|tensorboard|pip) ", part)]
+
+
+COMMANDS = [(document, command) for document in DOCUMENTS for command in commands(document)]
+
+
+# ------------------------------------------------------------------------------------ excerpts and names
+
+
+@pytest.mark.parametrize(
+    ("line", "file", "pieces"), [pytest.param(*e, id=f"line-{e[0]}-{Path(e[1]).stem}") for e in excerpts()]
+)
+def test_excerpts_are_verbatim(line: int, file: str, pieces: list[str]) -> None:
+    """Catches code in the tutorial that is no longer the project's."""
+    source = (PROJECT / file).read_text(encoding="utf-8")
+    for piece in pieces:
+        missing = [text for text in piece.splitlines() if text not in source.splitlines()]
+        assert piece in source, f"TUTORIAL.md:{line}: {file} has no such piece; lines that it doesn't have: {missing}"
+
+
+def test_every_block_of_python_is_an_excerpt() -> None:
+    """Catches code that the test above doesn't see, and chapters with more than 40 lines of it."""
+    text = DOCUMENTS["TUTORIAL.md"]
+    assert text.count("```python") == len(excerpts())
+    chapters = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert len(chapters) == 10
+    for chapter in chapters:
+        blocks = re.findall(r"^```python\n(.*?)^```$", chapter, flags=re.MULTILINE | re.DOTALL)
+        assert 1 <= sum(block.count("\n") for block in blocks) <= 40, chapter.splitlines()[0]
+        for part in ("**The classic mistake**", "**Exercise.**", "**Read on:**", "\npytest tests/", "docs/mistakes/"):
+            assert part in chapter, f"{part} is missing in chapter {chapter.splitlines()[0]}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_and_file_names_exist(document: str) -> None:
+    """Catches links and names of files that were renamed or never written."""
+    text = DOCUMENTS[document]
+    anchors = {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.M)
+    }
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
+        path, _, anchor = target.partition("#")
+        if re.match(r"\w+:", target):
+            continue
+        if (path and not (PROJECT / path).exists()) or (not path and anchor not in anchors):
+            missing.append(target)
+    for name in re.findall(r"`([\w./-]+(?:\.(?:py|md|yaml|yml|toml|txt|png|svg)|/))`", without_code(text)):
+        if name not in MADE_LATER and not (PROJECT / name).exists():
+            missing.append(name)
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_tests_exist(document: str) -> None:
+    """Catches tests that were renamed: in commands with -k, every word must be part of a test's name in that file."""
+    for command in commands(document):
+        if not command.startswith("pytest "):
+            continue
+        arguments = shlex.split(command)
+        file = PROJECT / arguments[1]
+        names = re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        words = re.findall(r"\w+", arguments[arguments.index("-k") + 1]) if "-k" in arguments else []
+        for word in set(words) - {"or", "and", "not"}:
+            assert any(word in name for name in names), f"{document}: {command}: no test is called {word}"
+    for name in re.findall(r"`(test_\w+)`", DOCUMENTS[document]):
+        assert any(f"def {name}(" in path.read_text(encoding="utf-8") for path in (PROJECT / "tests").glob("*.py"))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_configuration_keys_exist(document: str) -> None:
+    """Catches keys that the configuration doesn't have."""
+    configuration = OmegaConf.load(PROJECT / "gpt2_train_cfg.yaml")
+    keys = set(re.findall(rf"\b({'|'.join(GROUPS)})\.(\w+)", DOCUMENTS[document]))
+    assert keys
+    assert [f"{group}.{key}" for group, key in keys if key not in configuration[group]] == []
+
+
+@pytest.mark.parametrize(("document", "command"), COMMANDS, ids=[command[:60] for _, command in COMMANDS])
+def test_commands_are_valid(document: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches files that don't exist, and settings that the program would refuse. Nothing is trained."""
+    arguments = shlex.split(command)
+    script = next((argument for argument in arguments if argument.endswith(".py")), None)
+    for file in [script, *(a for a in arguments if re.fullmatch(r"(requirements|tests/).*", a))]:
+        assert file is None or (PROJECT / file).exists(), f"{document}: {command}: there is no {file}"
+    if script is None:
+        return
+    arguments = arguments[arguments.index(script) + 1 :]
+    if script == "generate.py":
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        generate.parse_arguments()  # leaves where it knows an option not
+    if script == "main.py":
+        overrides = [argument for argument in arguments if "=" in argument]
+        sweeps = [[o] for o in overrides]
+        if {"-m", "--multirun"} & set(arguments):
+            sweeps = [[f"{o.split('=')[0]}={value}" for value in o.split("=")[1].split(",")] for o in overrides]
+        for choice in itertools.product(*sweeps):
+            check_configuration(list(choice))
+
+
+def check_configuration(overrides: list[str]) -> None:
+    """Fail where the program would refuse a configuration."""
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(PROJECT)):
+        try:
+            values = OmegaConf.to_container(hydra.compose("gpt2_train_cfg", overrides), resolve=True)
+            OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(main.Config), values))
+        except (HydraException, ValueError) as error:
+            pytest.fail(f"{overrides}: {error}")
+
+
+# ------------------------------------------------------------------------------------ the mistakes
+
+
+def run_quick(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> dict[str, list[float]]:
+    """Run a script of docs/mistakes in this process: its table, label -> figures (words are left out)."""
+    path = PROJECT / "docs" / "mistakes" / f"{name}.py"
+    monkeypatch.syspath_prepend(str(path.parent))
+    monkeypatch.setattr(sys, "argv", [str(path), "--quick"])
+    runpy.run_path(str(path), run_name="__main__")
+    table = {}
+    for line in capsys.readouterr().out.splitlines():
+        label, *cells = re.split(r"\s{2,}", line.strip())
+        if label.startswith(("wrong", "right", "what", "the whole")):
+            assert label in DOCUMENTS["TUTORIAL.md"], f"the tutorial's table has no row {label!r}"
+            table[label] = [float(cell) for cell in cells if re.fullmatch(r"nan|-?[\d.]+(e[+-]\d+)?", cell)]
+    return table
+
+
+def rows(table: dict[str, list[float]], word: str) -> list[list[float]]:
+    """The figures of the rows whose label begins with a word."""
+    return [figures for label, figures in table.items() if label.startswith(word)]
+
+
+def test_all_mistakes_are_tested() -> None:
+    """Catches a script without a test of its claim, or that no chapter mentions."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    for name in MISTAKES:
+        assert f'run_quick("{name}"' in source
+        assert f"python docs/mistakes/{name}.py\n" in DOCUMENTS["TUTORIAL.md"]
+
+
+def test_overlapping_split(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    table = run_quick("overlapping_split", monkeypatch, capsys)
+    (wrong,), (right,) = rows(table, "wrong"), rows(table, "right")
+    assert wrong[0] < 0.6 * right[0]  # the same model
+    assert wrong[1] > 95
+    assert wrong[2] > 75
+    assert right[1:] == [0, 0]
+
+
+def test_float_mask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    table = run_quick("float_mask", monkeypatch, capsys)
+    (wrong,), (right,) = rows(table, "wrong"), rows(table, "right")
+    assert wrong[0] < 1.0 < right[0]  # below what English allows a model of this size
+    assert wrong[2] > right[2] > 1.0
+
+
+def test_dropout_in_eval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    table = run_quick("dropout_in_eval", monkeypatch, capsys)
+    ((first, second, difference),) = rows(table, "right")
+    assert (first, difference) == (second, 0)
+    for wrong_first, _, wrong_difference in rows(table, "wrong"):
+        assert wrong_first > first
+        assert wrong_difference > 0
+
+
+def test_residual_init(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    table = run_quick("residual_init", monkeypatch, capsys)
+    (wrong,), (right,) = rows(table, "wrong"), rows(table, "right")
+    assert wrong[0] == pytest.approx(4 * right[0], rel=0.02)
+    assert wrong[1] == pytest.approx(4 * right[1], rel=0.1)
+    assert wrong[2] == right[2]
+    assert wrong[3] > 2 * right[3]
+
+
+def test_wrong_groups(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    table = run_quick("wrong_groups", monkeypatch, capsys)
+    (everything, forgotten), (right,) = rows(table, "wrong"), rows(table, "right")
+    assert everything[0] < 0.995 < right[0]
+    assert forgotten[0] == 1.0
+    assert forgotten[1] < 0.95 * right[1]  # what that costs shows after hundreds of steps only
+
+
+def test_clip_before_unscale(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    table = run_quick("clip_before_unscale", monkeypatch, capsys)
+    (wrong,), (right,) = rows(table, "wrong"), rows(table, "right")
+    assert wrong[0] == pytest.approx(1 / 65536, rel=1e-3)
+    assert right[0] == pytest.approx(1.0, rel=1e-3)
+    assert wrong[1] < 0.5 < right[1]
+    assert wrong[2] > right[2]
+
+
+def test_padded_sampler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    table = run_quick("padded_sampler", monkeypatch, capsys)
+    (wrong,), (right,) = rows(table, "wrong"), rows(table, "right")
+    assert (wrong[0], right[0]) == (12, 10)
+    assert right[3] < 1e-5 < 1e-3 < wrong[3]
+
+
+def test_uneven_average(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    table = run_quick("uneven_average", monkeypatch, capsys)
+    (wrong,), (right,) = rows(table, "wrong"), rows(table, "right")
+    assert min(wrong) > 1e-3
+    assert max(right) < 1e-5
+
+
+def test_flipped_bit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    table = run_quick("flipped_bit", monkeypatch, capsys)
+    (wrong,), (right,) = rows(table, "wrong"), rows(table, "right")
+    assert wrong[0] != wrong[1]  # another model, and no error
+    assert len(right) == 1  # refused: there is no second figure
+
+
+def test_resumed_hyperparameters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    table = run_quick("resumed_hyperparameters", monkeypatch, capsys)
+    (wanted,), (wrong,), (right,) = rows(table, "what"), rows(table, "wrong"), rows(table, "right")
+    assert right == wanted
+    assert wrong[0] != wanted[0]
+    assert wrong[1] != wanted[1]
+
+
+def test_uncached_generation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    table = run_quick("uncached_generation", monkeypatch, capsys)
+    assert rows(table, "right")[0][0] > 1.3 * rows(table, "wrong")[0][0]  # three times on a machine that is not busy
+
+
+def test_decode_mask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    table = run_quick("decode_mask", monkeypatch, capsys)
+    (wrong,), (right,), (whole,) = rows(table, "wrong"), rows(table, "right"), rows(table, "the whole")
+    assert right[0] == pytest.approx(whole[0], abs=2e-3)  # printed with four digits
+    assert wrong[0] > right[0] + 0.3
