@@ -250,12 +250,19 @@ class WindowSampler(DistributedSampler):
     batch to the next epoch. Phase and order depend on (seed, epoch) alone: the B windows of an optimizer step are the
     same however many ranks share them. (DistributedSampler itself would pad, and so repeat, to make shares equal.)
 
+    For example, 103 characters make 102 targets. With T = 10 and B = 2 an epoch has 102 // 20 = 5 steps of 100 targets,
+    and 2 targets of slack: the windows begin at a phase of 0, 1 or 2 characters.
+
     Args:
         dataset: the windows to choose from.
         batch_size: B, windows of one optimizer step over all ranks; a multiple of num_replicas.
         num_replicas: how many ranks share each step.
         rank: which of them this is.
         seed: of phase and order; at least 0.
+
+    Attributes:
+        steps_per_epoch: optimizer steps in an epoch.
+        targets: characters of the text that can be targets: all but the first.
 
     Raises:
         ValueError: the text is too short for a single step.
@@ -304,7 +311,7 @@ def evaluation_batches(
         rank, world_size: windows rank, rank + world_size, ... are this rank's; shares may differ by one window.
 
     Yields:
-        (x, y), each int64 (B, T); where the last window is short, y is -1, which the loss ignores.
+        (x, y), each int64 (B, T); where the last window is short, y is -1, which the loss ignores, and x is anything.
     """
     starts = np.arange(0, len(codes) - 1, block_size)[rank::world_size]
     for first in range(0, len(starts), batch_size):

@@ -1,6 +1,6 @@
 """Snapshot -> text: `python generate.py "ROMEO:"`.
 
-Eighth and last module of the reading order. It needs nothing but a snapshot: the model's configuration, its weights
+Last module of the reading order. It needs nothing but a snapshot: the model's configuration, its weights
 and its vocabulary are all in there.
 """
 

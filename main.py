@@ -1,6 +1,6 @@
 """Entry point: configuration -> process group -> Trainer.
 
-Seventh module of the reading order; only this one knows Hydra. Start it with `torchrun --standalone main.py`, with
+Eighth module of the reading order; only this one knows Hydra. Start it with `torchrun --standalone main.py`, with
 `--nproc_per_node=N` for several processes, or without torchrun as `python main.py`.
 """
 

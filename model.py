@@ -61,7 +61,7 @@ class ArchitectureConfig:
                 )
             if self.model_type not in MODEL_TYPES:
                 raise ValueError(f"gpt_config.model_type={self.model_type}: must be null or one of {[*MODEL_TYPES]}")
-            # A name is short for three sizes. It has done its work: a copy of this configuration is valid again.
+            # A name is short for three sizes. With these known it goes, so that GPTConfig(**vars(config)) is valid.
             self.n_layer, self.n_head, self.n_embd = MODEL_TYPES[self.model_type]
             self.model_type = None
         elif None in sizes.values():
@@ -359,7 +359,7 @@ class GPT(nn.Module):
             idx: the prompts, int64 (B, T), T at least 1.
             max_new_tokens: how many tokens to add.
             temperature: divides the logits; below 1 is bolder, above 1 is wilder, 0 always takes the likeliest.
-            do_sample: draw from the distribution; False takes the likeliest token.
+            do_sample: draw from the distribution; False takes the likeliest token, whatever the other three say.
             top_k: draw from the k likeliest tokens only; None, or more than V: from all.
             top_p: draw from the fewest tokens that together have this probability, in (0, 1]; None: from all.
             generator: the source of randomness; None: torch's global one.

@@ -50,7 +50,8 @@ def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, min_lr_
 
     Args:
         step: the optimizer step, counted from 0.
-        warmup_steps: steps over which the factor rises to 1; the first step already has 1 / warmup_steps of it.
+        warmup_steps: steps over which the factor rises to 1; the first step already has 1 / warmup_steps of it. A
+            warm-up that is longer than the run is cut off by its end.
         total_steps: the step at which the cosine arrives at the bottom.
         min_lr_ratio: the bottom, as a fraction of the peak.
 
@@ -72,8 +73,8 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     """Sort the trainable parameters into those that decay and those that don't.
 
     Weight decay pulls a matrix that multiplies activations towards a simpler function. Biases, norms and embeddings
-    have nothing to gain from being small: an embedding of a rare token would fade away between its appearances. The
-    head is tied to the embedding, so it counts as one.
+    have nothing to gain from being small: they shift and scale, or are looked up. The head is tied to the embedding,
+    so it counts as one.
 
     Returns:
         (matrices, all others), each parameter once: a parameter that two modules share is one parameter.
@@ -110,7 +111,7 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class BatchedMuon(Muon):
-    """torch's Muon, but all matrices of one shape at a time, and in a precision that can be chosen.
+    """torch's Muon (momentum 0.95), but all matrices of one shape at a time, and in a precision that can be chosen.
 
     torch computes one matrix after the other, in bfloat16 always. That takes up to 1.6 times as long on small models,
     and its rounding makes runs on one rank and on two part after a dozen steps even where all else is float32.

@@ -1,6 +1,7 @@
 """What a run tells people: the header, the progress bar, TensorBoard's curves and the closing summary.
 
-Read after `trainer.py`, which calls it: apart, because nothing here changes what is trained. Rank 0 has a `Reporter`
+Seventh module of the reading order, after `trainer.py`, which calls it: apart, because nothing here changes what is
+trained. `main.py` comes next. Rank 0 has a `Reporter`
 that speaks; the other ranks have the silent base class, so that the loop needs no tests of the rank.
 """
 

@@ -150,7 +150,7 @@ def load_snapshot(url: str) -> Snapshot:
         with zipfile.ZipFile(buffer) as archive:
             damaged = archive.testzip()
         if damaged is not None:
-            raise DamagedSnapshotError(f"checksum of {damaged} is wrong")
+            raise zipfile.BadZipFile(f"checksum of {damaged} is wrong")
         buffer.seek(0)
         # weights_only: a pickle can run any program; this reads data and refuses everything else.
         snapshot = torch.load(buffer, map_location="cpu", weights_only=True)
@@ -170,6 +170,8 @@ def load_snapshot(url: str) -> Snapshot:
 def load_newest(url: str) -> Snapshot | None:
     """The snapshot at `url`, or the previous one where that is missing or damaged; None where there never was one.
 
+    A damaged file is kept as `url`.damaged when the previous one stands in for it.
+
     Raises:
         ValueError: there are snapshots, and all are damaged. That is never taken for a fresh start.
         OSError: it can't be known whether there is one.
@@ -186,6 +188,9 @@ def load_newest(url: str) -> Snapshot | None:
             continue
         if problems:
             log.warning("going on from the previous snapshot, %s", candidate)
+            # Off the name: the next save makes the newest file the previous one, and this must not take its place.
+            filesystem, path = fsspec.url_to_fs(url)
+            filesystem.mv(path, f"{path}.damaged")
         return snapshot
     if problems:
         raise ValueError(

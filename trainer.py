@@ -142,10 +142,8 @@ def choose_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
 def _computes_in_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "cpu":
-        capabilities: dict[str, Any] = getattr(
-            torch.cpu, "get_capabilities", dict
-        )()  # torch before 2.12 can't tell: float32
+    if device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):  # older ones can't tell: float32
+        capabilities = torch.cpu.get_capabilities()
         return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
     return device.type == "xpu"
 
@@ -171,8 +169,8 @@ class RunError(Exception):
     """The run can't go on, and it is no bug: the message says, in one line, what happened and what to do."""
 
 
-class Window:
-    """Seconds between two reports: those spent training, and among them those spent waiting for data."""
+class Stopwatch:
+    """Seconds since the last report: those spent training, and among them those spent waiting for data."""
 
     def __init__(self, first_step: int):
         self.first_step = first_step
@@ -258,7 +256,7 @@ class Trainer:
             generator=torch.Generator(),  # or the loader would draw from the global one, and shift the dropout
         )
 
-        self.window = Window(0)  # what the next report is about
+        self.watch = Stopwatch(0)  # what the next report is about
         self.reporter = Reporter(run_dir) if ranks.is_main else SilentReporter()
         # All that changes while training, apart from the weights and the optimizer's state:
         self.step = 0  # optimizer steps done
@@ -267,7 +265,7 @@ class Trainer:
             self.total_steps = min(self.total_steps, config.max_steps)
         self.stop_request = StopRequest()
         self.stop_signal = 0  # the signal on which all ranks agreed to stop; 0: go on
-        self.save_error = ""  # why the last save failed; empty: it didn't
+        self.save_errors: dict[str, str] = {}  # by URL: why the last save there failed
         self.eval_loss = math.nan  # of the last evaluation, nats a character
         self.best_eval_loss = math.inf  # nats a character
 
@@ -285,13 +283,13 @@ class Trainer:
         self._report_header()
         batches = self._batches()
         self.model.train()
-        first_step, self.window = self.step, Window(self.step)
+        first_step, self.watch = self.step, Stopwatch(self.step)
         while True:
             if self._is_due(self.config.eval_every_steps):
                 self._evaluate_and_keep_best()
             if self.step >= self.total_steps or self.stop_signal:
                 break
-            with self.window.training():
+            with self.watch.training():
                 loss, grad_norm = self._train_step(batches)
                 self.step += 1
                 is_reported = self._is_due(self.config.log_every_steps)
@@ -299,12 +297,12 @@ class Trainer:
                     loss_value = loss.item()  # here alone the loop waits for the device
             if is_reported:
                 self._report_step(loss_value, grad_norm)
-                self.window = Window(self.step)
+                self.watch = Stopwatch(self.step)
             if self._is_due(self.config.save_every_steps) or self.stop_signal:
                 self._save(self.snapshot_path)
         self._report_end(self.step - first_step)
-        if self.save_error:
-            raise RunError(f"the last snapshot could not be saved: {self.save_error}")
+        if self.save_errors:
+            raise RunError(f"the last snapshot could not be saved: {'; '.join(self.save_errors.values())}")
 
     def _is_due(self, every: int, ahead: int = 0) -> bool:
         """Whether what happens every so many steps, and at the end, happens now, or so many steps ahead."""
@@ -324,14 +322,14 @@ class Trainer:
         """One optimizer step on one global batch.
 
         Returns:
-            (this rank's mean loss in nats, the gradient's norm before clipping): scalars, still on the device, because
-            reading them would make the program wait for it.
+            (mean loss of this rank's share in nats, norm of the global gradient before clipping): scalars, still on
+            the device, because reading them would make the program wait for it.
         """
         torch.manual_seed(step_seed(self.config.seed, self.step, self.ranks.rank))
         set_learning_rate(self.optimizer, self._learning_rate_factor())
-        total_loss = torch.zeros((), device=self.ranks.device)
+        mean_loss = torch.zeros((), device=self.ranks.device)
         for micro_step in range(self.accumulation_steps):
-            with self.window.waiting():
+            with self.watch.waiting():
                 x, y = next(batches)  # (B, T) each
             with self._gradients_stay_local(until=micro_step == self.accumulation_steps - 1):
                 with self._autocast():
@@ -339,14 +337,14 @@ class Trainer:
                 # Micro-batches and ranks are equally large, so the mean of their means is the global batch's mean.
                 loss = loss / self.accumulation_steps
                 self.scaler.scale(loss).backward()  # scale: lifts small float16 gradients above zero
-            total_loss += loss.detach()
+            mean_loss += loss.detach()
         self.scaler.unscale_(self.optimizer)  # before clipping, which must see the true norm
         grad_norm = clip_grad_norm_(self.raw_model.parameters(), self.config.grad_norm_clip or math.inf)
-        self._agree_to_step(total_loss, grad_norm)
+        self._agree_to_step(mean_loss, grad_norm)
         self.scaler.step(self.optimizer)  # leaves the step out where a gradient overflowed
         self.scaler.update()  # and lowers the scale then
         self.optimizer.zero_grad(set_to_none=True)
-        return total_loss, grad_norm
+        return mean_loss, grad_norm
 
     def _agree_to_step(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Let all ranks decide together, while the weights are still unchanged, whether to go on.
@@ -463,10 +461,10 @@ class Trainer:
         self.reporter.flush()  # the curves up to here belong to it
         try:
             save_snapshot(snapshot, url, keep_previous)
-            self.save_error = ""
+            self.save_errors.pop(url, None)
         except Exception as error:  # a full disk, a store that answers 500: the next save may work again
-            self.save_error = f"{url}: {type(error).__name__}: {error}"
-            log.error("step %d could not be saved, training goes on: %s", self.step, self.save_error)
+            self.save_errors[url] = f"{url}: {type(error).__name__}: {error}"
+            log.error("step %d could not be saved, training goes on: %s", self.step, self.save_errors[url])
 
     def resume(self) -> None:
         """Go on from the run's snapshot if there is one; with resume=false, move old snapshots aside instead.
@@ -522,15 +520,15 @@ class Trainer:
         self.reporter.header(lines, self.full_config, self.step, self.total_steps)
 
     def _report_step(self, loss: float, grad_norm: Tensor) -> None:
-        window, steps = self.window, self.step - self.window.first_step
-        values = {
+        watch, steps = self.watch, self.step - self.watch.first_step
+        values = {  # the loss of the global batch: the mean over ranks, whose shares are equally large
             "train/loss": all_reduce_sum([loss])[0] / self.ranks.world_size,
             "train/learning_rate": self.optimizer.param_groups[-1]["lr"],
             "train/grad_norm": grad_norm.item(),
             "train/param_norm": parameter_norm(self.raw_model),
-            "train/tokens_per_second": steps * self.config.batch_size * self.block_size / window.seconds,
-            "time/data_seconds_per_step": window.data_seconds / steps,
-            "time/compute_seconds_per_step": (window.seconds - window.data_seconds) / steps,
+            "train/tokens_per_second": steps * self.config.batch_size * self.block_size / watch.seconds,
+            "time/data_seconds_per_step": watch.data_seconds / steps,
+            "time/compute_seconds_per_step": (watch.seconds - watch.data_seconds) / steps,
             "memory/peak_gb": peak_memory(self.ranks.device),
         }
         self.reporter.train_step(self.step, values)

@@ -276,6 +276,27 @@ def test_an_unwritable_target_is_found_before_training(where):
         prepare(where)
 
 
+def test_a_best_snapshot_does_not_make_up_for_the_last(tmp_path):
+    """One memory for two files: the best one's success after the last one's failure, and exit code 0."""
+    script = textwrap.dedent(
+        """
+        import sys
+        import main, trainer
+        save = trainer.save_snapshot
+        def refuse(snapshot, url, keep_previous=True):
+            if keep_previous:
+                raise OSError("no room")
+            save(snapshot, url, keep_previous)
+        trainer.save_snapshot = refuse
+        main.main()
+        """
+    )
+    run = run_program(sys.executable, "-c", script, f"hydra.run.dir={tmp_path / 'run'}", *TINY_RUN)
+    assert run.returncode == 1
+    assert (tmp_path / "run" / "gpt_snapshot.best.pt").exists()
+    assert run.stderr.splitlines()[-1].startswith("error: the last snapshot could not be saved")
+
+
 def test_forbidden_is_not_missing(monkeypatch):
     """A store that refuses, taken for an empty one, is a silent fresh start that overwrites the run."""
 

@@ -142,7 +142,9 @@ def test_the_previous_one_stands_in_for_a_missing_or_damaged_one(url, caplog):
     filesystem.pipe_file(path, filesystem.cat_file(path)[:-50])
     assert is_snapshot_of(1, load_newest(url))
     assert any(url in message for message in caplog.messages)
-    filesystem.rm_file(path)
+    # The next save would make a damaged newest file the previous one, in the place of the only good one.
+    assert filesystem.exists(f"{path}.damaged")
+    assert not filesystem.exists(path)
     assert is_snapshot_of(1, load_newest(url))
 
 
