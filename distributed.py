@@ -4,6 +4,7 @@ Fourth module of the reading order; after it come `snapshot.py` and `trainer.py`
 a launcher sets. There is one path: a run without a launcher is a world of one rank.
 """
 
+import itertools
 import logging
 import os
 import signal
@@ -19,6 +20,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+_launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # seen early: it may die while we start
+_groups = itertools.count()  # numbers the process groups of this process
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -29,12 +33,14 @@ class Ranks:
         local_rank: the same, counted on this node; local rank 0 does what must be done once for each node.
         world_size: how many processes train together.
         device: where this process computes.
+        is_restart: whether a launcher has started this run again after a failure.
     """
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
+    is_restart: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -42,14 +48,14 @@ class Ranks:
         return self.rank == 0
 
 
-def choose_device(local_rank: int) -> torch.device:
-    """This rank's own accelerator (CUDA, XPU, MPS, ...), or the CPU where there is none.
+def choose_device(local_rank: int, wish: str = "auto") -> torch.device:
+    """This rank's own accelerator (CUDA, XPU, MPS, ...); the CPU where there is none, or where the wish is "cpu".
 
     Raises:
         ValueError: the node has accelerators, but fewer than ranks.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    if accelerator is None or wish == "cpu":
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     if local_rank >= count:
@@ -62,11 +68,12 @@ def choose_device(local_rank: int) -> torch.device:
 
 
 @contextmanager
-def process_group(timeout_minutes: float) -> Iterator[Ranks]:
+def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator[Ranks]:
     """Join the other ranks for the length of a with-block.
 
     Args:
         timeout_minutes: after this long in one collective the other ranks count as lost, and the run fails.
+        device_wish: "auto", or "cpu" although there are accelerators.
 
     Raises:
         ValueError: there are not enough devices for the ranks.
@@ -76,29 +83,32 @@ def process_group(timeout_minutes: float) -> Iterator[Ranks]:
     if "RANK" not in os.environ:
         for key, value in alone.items():
             os.environ.setdefault(key, value)
-    device = choose_device(int(os.environ["LOCAL_RANK"]))
-
-    # Numbers on the CPU (losses, decisions) travel by gloo, gradients by the device's own backend. MPS has none: one
-    # Mac is a world of one rank.
-    backend = "gloo"
-    if device.type not in ("cpu", "mps"):
-        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    local_rank, restarts = int(os.environ["LOCAL_RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    device = choose_device(local_rank, device_wish)
+    timeout = timedelta(minutes=timeout_minutes)
 
     # After a restart, a store that torchrun keeps still holds the addresses of the workers that died, and half of all
-    # restarts fail with "connection refused". A prefix for each attempt keeps them apart. (Between nodes the counts
-    # can differ; there torchrun is told to make a new store each time: see the README.)
-    store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    # restarts fail with "connection refused". A prefix for each attempt (and each run of a sweep) keeps them apart.
+    # Between nodes the counts can differ; there torchrun is told to make a new store each time: see the README.
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"attempt-{restarts}-{next(_groups)}", store)  # type: ignore[attr-defined]
+
+    # Numbers on the CPU (losses, decisions) travel by gloo, gradients by the device's own backend. One rank alone has
+    # no gradients to share; so has a Mac, which is a world of one.
+    shares_gradients = world_size > 1 and device.type not in ("cpu", "mps")
+    backend = "gloo"
+    if shares_gradients:
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(
         backend,
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(minutes=timeout_minutes),
-        device_id=None if device.type in ("cpu", "mps") else device,
+        timeout=timeout,
+        device_id=device if shares_gradients else None,
     )
-    yield Ranks(rank, int(os.environ["LOCAL_RANK"]), world_size, device)
+    yield Ranks(rank, local_rank, world_size, device, is_restart=restarts > 0)
     dist.destroy_process_group()  # not after an error: it may wait for ranks that are waiting for this one
 
 
@@ -123,7 +133,6 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal, self._since = 0, 0.0
-        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def listen(self) -> None:
         """Install the handler, in place of what the signals would do."""
@@ -140,12 +149,17 @@ class StopRequest:
 
     def is_orphaned(self) -> bool:
         """Whether the launcher is gone. Nobody would restart or stop this process, so it should leave."""
-        return self._launcher is not None and os.getppid() != self._launcher
+        return _launcher is not None and os.getppid() != _launcher
 
 
-def is_lost_connection(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone: that one's error is the root cause, not this."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+def leave_if_lost(error: RuntimeError) -> None:
+    """Leave where an error only says that another rank is gone: that one's error is the root cause, not this."""
+    if isinstance(error, dist.DistError) or "gloo" in str(error):
+        rank = os.environ["RANK"]
+        sys.stderr.write(f"rank {rank} has lost another rank, whose own output says why\n")
+        sys.stderr.flush()
+        time.sleep(3)  # torchrun names the first process that ends as the root cause: that isn't this one
+        leave(1)
 
 
 def ignore_signals(worker_id: int) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from char_dataset import CharVocabulary
 from model import GPT, GPTConfig, check_sampling
-from snapshot import best_url, load_snapshot, previous_url
+from snapshot import DamagedSnapshotError, best_url, load_snapshot, previous_url
 
 DEFAULT_SNAPSHOT = str(Path(__file__).resolve().parent / "runs" / "shakespeare" / "gpt_snapshot.pt")
 
@@ -48,6 +48,11 @@ def load_model(url: str | None, device: torch.device) -> tuple[GPT, CharVocabula
         try:
             snapshot = load_snapshot(candidate)
         except FileNotFoundError:
+            continue
+        except DamagedSnapshotError as error:
+            if url:
+                raise
+            print(error, file=sys.stderr)
             continue
         model = GPT(GPTConfig(**snapshot["model_config"]))
         model.load_state_dict(snapshot["model"])
@@ -104,7 +109,9 @@ def main() -> None:
     try:
         generate(parse_arguments())
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from char_dataset import CharVocabulary, DataConfig, download_corpus, read_text, split_codes
-from distributed import Ranks, all_gather, is_lost_connection, leave, process_group
+from distributed import Ranks, all_gather, leave, leave_if_lost, process_group
 from model import GPT, ArchitectureConfig, GPTConfig
 from optimizer import OptimizerConfig
 from report import ConsoleHandler
@@ -52,7 +51,7 @@ for recipe in sorted((PROJECT / "recipes").glob("*.yaml")):  # `+recipe=NAME` la
 # The default run directory and the default text lie in the project, wherever the command is typed.
 OmegaConf.register_new_resolver("project", lambda path: str(PROJECT / path))
 OmegaConf.register_new_resolver("help", lambda: help_text())
-OmegaConf.register_new_resolver("name", lambda overrides: overrides.replace("/", "_"))  # as a directory
+OmegaConf.register_new_resolver("name", lambda overrides: overrides.replace("/", "_")[:200])  # of a directory
 
 RESULTS: list[tuple[float, str]] = []  # (best evaluation loss, run directory) of each run: a sweep has several
 
@@ -154,35 +153,42 @@ def fail(error: Exception) -> NoReturn:
 def train(cfg: DictConfig) -> None:
     """Train as the configuration says."""
     run_dir = HydraConfig.get().runtime.output_dir
-    group = contextlib.ExitStack()
+    group, is_ours = contextlib.ExitStack(), False
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True)
         # Into the schema once more: a key added with "+" has got past Hydra.
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
-        ranks = group.enter_context(process_group(config.trainer_config.timeout_minutes))
+        ranks = group.enter_context(process_group(config.trainer_config.timeout_minutes, config.trainer_config.device))
         if ranks.is_main:
             lock(run_dir)
+            is_ours = True
         set_up_logging(ranks, run_dir)
         path, why_bundled = find_text(config.data_config.path, ranks)
         trainer = build_trainer(config, path, ranks, run_dir, values)
         trainer.resume()
-    except (ValueError, OSError, OmegaConfBaseException) as error:  # the user's to mend; in `fit`, it would be a bug
-        with contextlib.suppress(OSError):
-            os.rmdir(run_dir)  # Hydra made it; leave none behind that is empty
-        fail(error)
-    with group:
         if ranks.is_main:
             OmegaConf.save(cfg, Path(run_dir) / "config.yaml", resolve=True)
+    except (ValueError, OSError, OmegaConfBaseException) as error:  # the user's to mend; in `fit`, it would be a bug
+        with contextlib.suppress(OSError, ValueError):
+            if not is_ours:
+                lock(run_dir)  # not if another run has it
+            os.rmdir(run_dir)  # Hydra made it; leave none behind that is empty
+        fail(error)
+    except RuntimeError as error:
+        leave_if_lost(error)
+        raise
+    with group:
         try:
             trainer.fit()
-        except RunError as error:  # all ranks agree on it, so that one line is enough
-            fail(error) if ranks.is_main else sys.exit(1)
+        except RunError as error:
+            fail(error) if ranks.is_main else sys.exit(1)  # rank 0 speaks for all
+        except torch.OutOfMemoryError as error:
+            fail(ValueError(f"out of memory on {ranks.device}: lower trainer_config.micro_batch_size ({error})"))
         except RuntimeError as error:
-            if not is_lost_connection(error):
-                raise
-            print(f"rank {ranks.rank} has lost another rank, whose own output says why", file=sys.stderr, flush=True)
-            time.sleep(3)  # torchrun names the first process that ends as the root cause: that isn't this one
-            sys.exit(1)
+            leave_if_lost(error)
+            raise
+        finally:
+            trainer.reporter.close()
     RESULTS.append((trainer.best_eval_loss, run_dir))
     if why_bundled and ranks.is_main:
         warn_bundled(why_bundled)
@@ -198,6 +204,8 @@ def main() -> None:
         train()
     except SystemExit as request:
         code = request.code
+    except KeyboardInterrupt:  # before the training: there is nothing to save
+        code = 130
     except (HydraException, OmegaConfBaseException) as error:
         lines = [str(e).splitlines()[0].rstrip(".") for e in (error, error.__cause__) if e is not None]
         code = f"error: {': '.join(lines)}; gpt2_train_cfg.yaml explains all keys and their values"

@@ -35,8 +35,11 @@ class SilentReporter:
     def flush(self) -> None:
         """Bring the curves to the disk."""
 
+    def close(self) -> None:
+        """Close the curves and the bar, however the run ended."""
+
     def stopped(self, message: str) -> None:
-        """Close the curves and the bar of a run that was interrupted."""
+        """Say that the run was interrupted."""
 
     def finished(self, step: int, loss: float, best_loss: float, text: str, tokens: int) -> None:
         """Close the curves and the bar, and say how it went and what to do next."""
@@ -52,6 +55,18 @@ class Reporter(SilentReporter):
     def __init__(self, run_dir: str):
         self.run_dir = run_dir
         self._began = self._last_line = time.perf_counter()
+        self.writer: Any = None
+        self.bar: Any = None
+
+    def _write(self, method: str, *args: Any) -> None:
+        """Call the TensorBoard writer. Curves are not worth a run: on a full disk they end, and it goes on."""
+        try:
+            if self.writer is not None:
+                target = self.writer.file_writer if method == "add_summary" else self.writer
+                getattr(target, method)(*args)
+        except OSError as error:
+            log.error("no more curves: %s", error)
+            self.writer = None
 
     def header(self, lines: list[str], config: dict[str, Any], step: int, total_steps: int) -> None:
         """See the base class."""
@@ -61,10 +76,10 @@ class Reporter(SilentReporter):
         for line in lines:
             log.info("%s", line)
         # purge_step: what was logged after the snapshot that a run resumes from would stand there twice.
-        self.writer: Any = SummaryWriter(self.run_dir, purge_step=step + 1)
+        self.writer = SummaryWriter(self.run_dir, purge_step=step + 1)
         self.config = {f"{group}.{key}": value for group, values in config.items() for key, value in values.items()}
         table = "\n".join(f"| {key} | {value} |" for key, value in self.config.items())
-        self.writer.add_text("config", f"| key | value |\n| --- | --- |\n{table}", step)
+        self._write("add_text", "config", f"| key | value |\n| --- | --- |\n{table}", step)
         self.total_steps = total_steps
         self.bar = tqdm(
             total=total_steps, initial=step, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
@@ -73,7 +88,7 @@ class Reporter(SilentReporter):
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """See the base class."""
         for tag, value in values.items():
-            self.writer.add_scalar(tag, value, step)
+            self._write("add_scalar", tag, value, step)
         words = (
             f"loss {values['train/loss']:.4f}, learning rate {values['train/learning_rate']:.2e}, "
             f"{values['train/tokens_per_second']:.0f} tokens/s"
@@ -90,32 +105,36 @@ class Reporter(SilentReporter):
         """See the base class."""
         bits = loss / math.log(2)
         log.info("step %d: evaluation loss %.4f (%.3f bits a character)", step, loss, bits)
-        self.writer.add_scalar("eval/loss", loss, step)
-        self.writer.add_scalar("eval/bits_per_char", bits, step)
+        self._write("add_scalar", "eval/loss", loss, step)
+        self._write("add_scalar", "eval/bits_per_char", bits, step)
         if text:
-            self.writer.add_text("samples", "\n".join(f"    {line}" for line in text.split("\n")), step)
+            self._write("add_text", "samples", "\n".join(f"    {line}" for line in text.split("\n")), step)
 
     def flush(self) -> None:
         """See the base class."""
-        self.writer.flush()
+        self._write("flush")
+
+    def close(self) -> None:
+        """See the base class."""
+        if self.bar is not None:
+            self.bar.close()
+        self._write("close")
 
     def stopped(self, message: str) -> None:
         """See the base class."""
-        self.bar.close()
-        self.writer.close()
+        self.close()
         log.info("%s", message)
 
     def finished(self, step: int, loss: float, best_loss: float, text: str, tokens: int) -> None:
         """See the base class."""
         from torch.utils.tensorboard.summary import hparams
 
-        self.bar.close()
         # Three records, instead of add_hparams, which would make a run of its own for them.
         plain = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in self.config.items()}
         for record in hparams(plain, {"eval/final_loss": loss}):
-            self.writer.file_writer.add_summary(record)
-        self.writer.add_scalar("eval/final_loss", loss, step)
-        self.writer.close()
+            self._write("add_summary", record)
+        self._write("add_scalar", "eval/final_loss", loss, step)
+        self.close()
         if text:
             log.info("a sample:\n\n%s\n", text)
         seconds = time.perf_counter() - self._began
@@ -142,7 +161,7 @@ def parameter_norm(model: nn.Module) -> float:
 
 
 def peak_memory(device: torch.device) -> float:
-    """The most memory used so far, in GB: of the device, or of the process where that is a CPU; 0 if unknown."""
+    """The most memory used so far, in GB: of a CUDA device, elsewhere of the process; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     try:

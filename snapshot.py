@@ -56,6 +56,8 @@ def lock(run_dir: str) -> None:
     except ImportError:  # Windows has no such locks: there it is up to the user
         return
     directory = os.open(run_dir, os.O_RDONLY)  # stays open: the lock goes when the process goes, killed or not
+    # The loader's workers are forked, outlive a killed process by seconds, and must not hold its lock.
+    os.register_at_fork(after_in_child=lambda: os.close(directory))
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -73,13 +75,14 @@ def prepare(url: str) -> None:
     Raises:
         ValueError: it can't.
     """
-    filesystem, path = fsspec.url_to_fs(url)
-    probe = f"{path}.{uuid.uuid4().hex}.tmp"
     try:
+        filesystem, path = fsspec.url_to_fs(url)
+        probe = f"{path}.{uuid.uuid4().hex}.tmp"
         if isinstance(filesystem, LocalFileSystem):
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            for leftover in glob.glob(glob.escape(posixpath.splitext(path)[0]) + ".*.tmp"):
-                os.unlink(leftover)
+            for target in (path, best_url(path)):
+                for leftover in glob.glob(f"{glob.escape(target)}.{'[0-9a-f]' * 32}.tmp"):
+                    os.unlink(leftover)
         filesystem.pipe_file(probe, b"can this be written?")
         filesystem.rm_file(probe)
     except Exception as error:  # each of fsspec's backends raises errors of its own
@@ -92,7 +95,7 @@ def prepare(url: str) -> None:
 def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True) -> None:
     """Write a snapshot; at every moment there is a whole one, at `url` or at `previous_url(url)`.
 
-    The state is copied once, into memory, and written from there: twice its size is needed for a moment.
+    The state is copied once, into memory, and written from there: that much memory is needed for a moment.
 
     Args:
         snapshot: tensors, numbers, strings, and lists, tuples and dictionaries of them.
@@ -106,7 +109,7 @@ def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True) -> N
     torch.save({"format_version": FORMAT_VERSION, **snapshot}, buffer)
     filesystem, path = fsspec.url_to_fs(url)
     if not isinstance(filesystem, LocalFileSystem):
-        if keep_previous and filesystem.exists(path):
+        if keep_previous and _exists(filesystem, path):
             filesystem.copy(path, previous_url(path))
         # Object stores can't rename, but one whole PUT appears at once or not at all.
         filesystem.pipe_file(path, buffer.getvalue())
@@ -134,6 +137,15 @@ def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True) -> N
             os.close(directory)
 
 
+def _exists(filesystem: Any, path: str) -> bool:
+    """Whether a file is there; fsspec's own `exists` says no for every error, a time-out too."""
+    try:
+        filesystem.info(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def load_snapshot(url: str) -> Snapshot:
     """Read a snapshot and verify every byte that counts; tensors arrive on the CPU.
 
@@ -143,8 +155,13 @@ def load_snapshot(url: str) -> Snapshot:
         ValueError: it was written by a newer version of this program.
         OSError: it can't be read for another reason, a refused permission for example.
     """
-    filesystem, path = fsspec.url_to_fs(url)
-    buffer = io.BytesIO(filesystem.cat_file(path))
+    try:
+        filesystem, path = fsspec.url_to_fs(url)
+        buffer = io.BytesIO(filesystem.cat_file(path))
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # each of fsspec's backends raises errors of its own
+        raise OSError(f"{url} can't be read ({type(error).__name__}: {error})") from error
     try:
         # torch.load doesn't look at the checksums: a flipped bit in a tensor would pass.
         with zipfile.ZipFile(buffer) as archive:
@@ -157,7 +174,7 @@ def load_snapshot(url: str) -> Snapshot:
     except Exception as error:  # damaged files raise almost anything: zip, pickle, key, value, Unicode errors, EOF
         reason = str(error).split("\n")[0]
         raise DamagedSnapshotError(f"{url} is not a whole snapshot ({type(error).__name__}: {reason})") from error
-    if not isinstance(snapshot, dict) or "format_version" not in snapshot:
+    if not isinstance(snapshot, dict) or not isinstance(snapshot.get("format_version"), int):
         raise DamagedSnapshotError(f"{url} is not a snapshot of this program")
     if snapshot["format_version"] > FORMAT_VERSION:
         raise ValueError(
@@ -207,9 +224,9 @@ def set_aside(url: str) -> list[str]:
         The new names.
     """
     filesystem, path = fsspec.url_to_fs(url)
-    existing = [p for p in (path, previous_url(path), best_url(path)) if filesystem.exists(p)]
+    existing = [p for p in (path, previous_url(path), best_url(path)) if _exists(filesystem, p)]
     number = 1
-    while any(filesystem.exists(f"{p}.old{number}") for p in existing):
+    while any(_exists(filesystem, f"{p}.old{number}") for p in existing):
         number += 1
     renamed = [f"{p}.old{number}" for p in existing]
     for old, new in zip(existing, renamed, strict=True):

@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,6 @@ from optimizer import (
 )
 from report import Reporter, SilentReporter, parameter_norm, peak_memory
 from snapshot import (
-    DamagedSnapshotError,
     Snapshot,
     best_url,
     check_matches,
@@ -71,6 +70,7 @@ class TrainerConfig:
     snapshot_path: str | None = None
     use_amp: bool = True
     amp_dtype: str = "auto"
+    device: str = "auto"
     compile: bool = False
     seed: int = 1337
     resume: bool = True
@@ -93,6 +93,10 @@ class TrainerConfig:
                 raise ValueError(f"trainer_config.{name}={getattr(self, name)}: must be at least 0")
         if self.amp_dtype not in AMP_DTYPES:
             raise ValueError(f"trainer_config.amp_dtype={self.amp_dtype}: must be one of {', '.join(AMP_DTYPES)}")
+        if self.device not in ("auto", "cpu"):
+            raise ValueError(
+                f"trainer_config.device={self.device}: must be auto (an accelerator if there is one) or cpu"
+            )
         if not self.use_amp and self.amp_dtype not in ("auto", "float32"):
             raise ValueError(
                 f"trainer_config.use_amp=false trains in float32, and amp_dtype={self.amp_dtype} contradicts it; "
@@ -267,6 +271,7 @@ class Trainer:
         self.stop_signal = 0  # the signal on which all ranks agreed to stop; 0: go on
         self.save_errors: dict[str, str] = {}  # by URL: why the last save there failed
         self.eval_loss = math.nan  # of the last evaluation, nats a character
+        self.text = ""  # sampled at the last evaluation
         self.best_eval_loss = math.inf  # nats a character
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -354,14 +359,13 @@ class Trainer:
         """
         # On an accelerator, reading a number makes the program wait: there only steps that wait anyway are looked at,
         # and those that are saved. On a CPU the number is at hand.
-        due = self._is_due(self.config.log_every_steps, 1) or self._is_due(self.config.save_every_steps, 1)
+        asked = self.stop_request.signal  # read once: it may come at any moment
+        due = asked or self._is_due(self.config.log_every_steps, 1) or self._is_due(self.config.save_every_steps, 1)
         is_broken = False
         if due or self.ranks.device.type == "cpu":
             # An infinite gradient is float16's daily life: the scaler leaves that step out.
             is_broken = not (math.isfinite(loss) and (self.scaler.is_enabled() or math.isfinite(grad_norm)))
-        broken, orphaned, self.stop_signal = all_reduce_max(
-            [is_broken, self.stop_request.is_orphaned(), self.stop_request.signal]
-        )
+        broken, orphaned, self.stop_signal = all_reduce_max([is_broken, self.stop_request.is_orphaned(), asked])
         if broken:
             raise RunError(
                 f"step {self.step + 1}: the loss or its gradient is not finite, at learning rates "
@@ -417,7 +421,8 @@ class Trainer:
 
     def _evaluate_and_keep_best(self) -> None:
         self.eval_loss = loss = self.evaluate()
-        self.reporter.evaluation(self.step, loss, self.sample() if self.ranks.is_main else "")
+        self.text = self.sample() if self.ranks.is_main else ""
+        self.reporter.evaluation(self.step, loss, self.text)
         if loss < self.best_eval_loss:
             self.best_eval_loss = loss
             self._save(best_url(self.snapshot_path), keep_previous=False)
@@ -475,13 +480,22 @@ class Trainer:
         snapshot = None
         if self.ranks.is_main:
             prepare(self.snapshot_path)
-            if self.config.resume:
+            # Started over by torchrun, a run that was told to start over goes on: it has already done so.
+            if self.config.resume or self.ranks.is_restart:
                 snapshot = load_newest(self.snapshot_path)
                 if snapshot is not None:
                     check_matches(snapshot, self._identity())
                     # An evaluation may have come after this snapshot: the best one knows better.
-                    with suppress(FileNotFoundError, DamagedSnapshotError):
-                        snapshot["best_eval_loss"] = load_snapshot(best_url(self.snapshot_path))["best_eval_loss"]
+                    try:
+                        best = load_snapshot(best_url(self.snapshot_path))
+                        check_matches(best, self._identity())
+                        snapshot["best_eval_loss"] = best["best_eval_loss"]
+                    except (
+                        FileNotFoundError,
+                        ValueError,
+                    ) as error:  # missing, damaged or another run's: make a new one
+                        log.info("no usable best snapshot, the next evaluation makes one: %s", error)
+                        snapshot["best_eval_loss"] = math.inf
             else:
                 for name in set_aside(self.snapshot_path):
                     log.info("moved an old snapshot aside: %s", name)
@@ -491,7 +505,8 @@ class Trainer:
             return
         self.raw_model.load_state_dict(snapshot["model"])
         load_optimizer_state(self.optimizer, snapshot["optimizer"])
-        self.scaler.load_state_dict(snapshot["scaler"])
+        if snapshot["scaler"]:  # empty where the run wasn't in float16 up to now
+            self.scaler.load_state_dict(snapshot["scaler"])
         self.step = snapshot["step"]
         self.best_eval_loss = snapshot["best_eval_loss"]
         log.info("going on from %s after step %d of %d", self.snapshot_path, self.step, self.total_steps)
@@ -541,8 +556,7 @@ class Trainer:
             )
             return
         tokens = steps * self.config.batch_size * self.block_size
-        text = self.sample() if self.ranks.is_main else ""
-        self.reporter.finished(self.step, self.eval_loss, self.best_eval_loss, text, tokens)
+        self.reporter.finished(self.step, self.eval_loss, self.best_eval_loss, self.text, tokens)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -29,6 +29,7 @@ TINY_RUN = [
     "trainer_config.max_steps=20",
     "trainer_config.max_epochs=1",
     "trainer_config.use_amp=false",
+    "trainer_config.device=cpu",
     "trainer_config.sample_tokens=20",
     "trainer_config.log_every_steps=1",
     "trainer_config.eval_every_steps=10",

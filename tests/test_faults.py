@@ -269,7 +269,75 @@ def test_a_full_disk_costs_a_snapshot_and_not_the_run(tmp_path):
     assert not list(run_dir.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("where", ["/dev/null/gpt_snapshot.pt", "/proc/gpt_snapshot.pt"])
+def test_a_full_disk_costs_the_curves_and_not_the_run(tmp_path):
+    """TensorBoard's writer raises too: a run that ends because its curves can't be drawn."""
+    run = run_program(
+        sys.executable,
+        "-c",
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); "
+        "sys.argv = sys.argv[1:]; sys.path.insert(0, '.'); runpy.run_path('main.py', run_name='__main__')",
+        PROJECT / "main.py",
+        f"hydra.run.dir={tmp_path / 'run'}",
+        *TINY_RUN,
+        "trainer_config.max_epochs=6",
+        "trainer_config.max_steps=null",
+    )
+    assert run.returncode == 1
+    assert "step 144/144" in run.stderr
+    assert "no more curves" in run.stderr
+    assert run.stderr.splitlines()[-1].startswith("error: the last snapshot could not be saved")
+
+
+def test_what_rank_0_alone_finds_is_the_last_word(tmp_path):
+    """Rank 1's lost connection, 50 lines of traceback, after the line that says what is wrong."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "gpt_snapshot.pt").write_bytes(b"no snapshot")
+    run = train(tmp_path / "run", ranks=2)
+    assert run.returncode != 0
+    assert "[rank1]: Traceback" not in run.stderr  # torchrun's own comes behind
+    assert "no usable snapshot is left" in run.stderr
+    assert "rank 1 has lost another rank" in run.stderr
+    assert (tmp_path / "run" / "gpt_snapshot.pt").read_bytes() == b"no snapshot"
+
+
+def test_starting_over_survives_a_restart(tmp_path):
+    """resume=false in every attempt: each restart by torchrun would throw away what the one before it has done."""
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "trainer_config.resume=false")
+    wait_for_step(run_dir, 30)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    assert process.wait(100) == 0, output(run_dir)
+    assert "going on from" in output(run_dir)
+    assert not list(run_dir.glob("*.old1"))
+
+
+def test_a_refused_run_leaves_the_directory_to_the_other(tmp_path):
+    """The second run's clean-up takes away the empty directory that the first has just claimed."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from snapshot import lock; lock(sys.argv[1]); print(flush=True); input()",
+         str(run_dir)],
+        cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    assert "another run is at work" in train(run_dir).stderr
+    assert run_dir.exists()
+    holder.communicate(b"\n")
+
+
+def test_only_our_own_leftovers_are_removed(tmp_path):
+    """A clean-up by a wide pattern deletes the files of others."""
+    (tmp_path / "model.notes.tmp").write_text("mine")
+    leftover = tmp_path / f"model.pt.{'0a' * 16}.tmp"
+    leftover.write_text("half a snapshot")
+    prepare(str(tmp_path / "model.pt"))
+    assert (tmp_path / "model.notes.tmp").exists()
+    assert not leftover.exists()
+
+
+@pytest.mark.parametrize("where", ["/dev/null/gpt_snapshot.pt", "/proc/gpt_snapshot.pt", "gs://bucket/snapshot.pt"])
 def test_an_unwritable_target_is_found_before_training(where):
     """A mistyped path that shows after the first hour, at the first save."""
     with pytest.raises(ValueError, match="can't be written"):
@@ -410,6 +478,13 @@ def test_float16_with_its_scaler_resumes_exactly(tmp_path):
     for part in ("model", "optimizer"):
         left, right = dict(tensors(whole[part])), dict(tensors(parts[part]))
         assert all(torch.equal(torch.as_tensor(left[name]), torch.as_tensor(right[name])) for name in left)
+
+
+def test_float16_goes_on_from_a_snapshot_without_a_scale(tmp_path):
+    """A run begun in bfloat16 on one GPU and continued on another that has float16 only."""
+    assert train(tmp_path / "run", "trainer_config.max_steps=5").returncode == 0
+    run = train(tmp_path / "run", "trainer_config.use_amp=true", "trainer_config.amp_dtype=float16")
+    assert run.returncode == 0, run.stderr
 
 
 def test_two_nodes_restart_together(tmp_path):
