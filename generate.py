@@ -76,8 +76,10 @@ def generate(arguments: argparse.Namespace) -> None:
     try:
         device = torch.device(arguments.device)
         random = torch.Generator(device)
-    except RuntimeError as error:
-        raise ValueError(f"--device={arguments.device}: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"--device={arguments.device} can't be had with this machine and this PyTorch; use --device=cpu"
+        ) from error
     random.seed() if arguments.seed is None else random.manual_seed(arguments.seed)
 
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt

@@ -142,7 +142,9 @@ class Reporter(SilentReporter):
         log.info("finished: %d steps, evaluation loss %.4f, best %.4f%s", step, loss, best_loss, speed)
         log.info("written: %s", self.run_dir)
         log.info("text: python generate.py --snapshot %s/gpt_snapshot.best.pt", self.run_dir)
-        log.info("to go on, raise trainer_config.max_epochs; to start over, set trainer_config.resume=false")
+        cap = self.config.get("trainer_config.max_steps")
+        key = "max_steps" if cap is not None and cap <= step else "max_epochs"
+        log.info("to go on, raise trainer_config.%s; to start over, set trainer_config.resume=false", key)
 
 
 class ConsoleHandler(logging.Handler):

@@ -471,6 +471,18 @@ class Trainer:
             self.save_errors[url] = f"{url}: {type(error).__name__}: {error}"
             log.error("step %d could not be saved, training goes on: %s", self.step, self.save_errors[url])
 
+    def _best_eval_loss_so_far(self) -> float:
+        """That of the best snapshot, which may be newer than the last one; infinite where none can be used."""
+        try:
+            best = load_snapshot(best_url(self.snapshot_path))
+            check_matches(best, self._identity())
+        except FileNotFoundError:  # there was no evaluation yet
+            return math.inf
+        except ValueError as error:  # damaged, or of another run
+            log.warning("no usable best snapshot, the next evaluation makes one: %s", error)
+            return math.inf
+        return float(best["best_eval_loss"])
+
     def resume(self) -> None:
         """Go on from the run's snapshot if there is one; with resume=false, move old snapshots aside instead.
 
@@ -485,17 +497,7 @@ class Trainer:
                 snapshot = load_newest(self.snapshot_path)
                 if snapshot is not None:
                     check_matches(snapshot, self._identity())
-                    # An evaluation may have come after this snapshot: the best one knows better.
-                    try:
-                        best = load_snapshot(best_url(self.snapshot_path))
-                        check_matches(best, self._identity())
-                        snapshot["best_eval_loss"] = best["best_eval_loss"]
-                    except (
-                        FileNotFoundError,
-                        ValueError,
-                    ) as error:  # missing, damaged or another run's: make a new one
-                        log.info("no usable best snapshot, the next evaluation makes one: %s", error)
-                        snapshot["best_eval_loss"] = math.inf
+                    snapshot["best_eval_loss"] = self._best_eval_loss_so_far()
             else:
                 for name in set_aside(self.snapshot_path):
                     log.info("moved an old snapshot aside: %s", name)
@@ -510,13 +512,13 @@ class Trainer:
         self.step = snapshot["step"]
         self.best_eval_loss = snapshot["best_eval_loss"]
         log.info("going on from %s after step %d of %d", self.snapshot_path, self.step, self.total_steps)
-        if self.step >= self.total_steps:
-            log.info("this run is already finished: there is nothing left to train")
         for group, values in self.full_config.items():
             for key, value in values.items():
                 old = snapshot["config"].get(group, {}).get(key)
                 if old != value:
                     log.info("the configuration has changed and wins: %s.%s was %s, is %s", group, key, old, value)
+        if self.step >= self.total_steps:
+            log.info("this run is already finished: there is nothing left to train")
 
     # ------------------------------------------------------------------------------------------------ reports
 
