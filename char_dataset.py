@@ -161,6 +161,11 @@ class CharVocabulary:
     def __len__(self) -> int:
         return len(self.characters)
 
+    @property
+    def start(self) -> str:
+        """What a text without a prompt begins after: a line's end, or any character where the text had no lines."""
+        return "\n" if "\n" in self.characters else self.characters[0]
+
     def encode_array(self, text: str) -> np.ndarray:
         """Encode a text into the smallest unsigned type: (N,). Raises ValueError that names unknown characters."""
         codes = np.empty(len(text), dtype=self.dtype)

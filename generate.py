@@ -85,7 +85,7 @@ def generate(arguments: argparse.Namespace) -> None:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     model, vocabulary = load_model(arguments.snapshot, device)
     if not prompt:
-        prompt = "\n" if "\n" in vocabulary.characters else vocabulary.characters[0]
+        prompt = vocabulary.start
         print(f"empty prompt: starting from {prompt!r}", file=sys.stderr)
     idx = vocabulary.encode(prompt).to(device).expand(arguments.num_samples, -1)  # (B, T)
     settings: dict[str, Any] = {

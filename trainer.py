@@ -432,8 +432,7 @@ class Trainer:
         """Text of the present model that starts after a line's end (or, where the text has no lines, anywhere)."""
         if not self.config.sample_tokens:
             return ""
-        start = "\n" if "\n" in self.vocabulary.characters else self.vocabulary.characters[0]
-        idx = self.vocabulary.encode(start)[None].to(self.ranks.device)  # (1, 1)
+        idx = self.vocabulary.encode(self.vocabulary.start)[None].to(self.ranks.device)  # (1, 1)
         random = torch.Generator(self.ranks.device).manual_seed(self.config.seed)
         out = self.raw_model.generate(idx, self.config.sample_tokens, 0.8, do_sample=True, generator=random)  # (1, T)
         return self.vocabulary.decode(out[0, 1:])
