@@ -22,11 +22,11 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from char_dataset import CharVocabulary, DataConfig, download_corpus, read_text, split_codes
-from distributed import Ranks, all_gather, leave, leave_if_lost, process_group
+from distributed import Ranks, all_gather, broadcast_from_main, leave, leave_if_lost, process_group
 from model import GPT, ArchitectureConfig, GPTConfig
 from optimizer import OptimizerConfig
 from report import ConsoleHandler
-from snapshot import lock
+from snapshot import Snapshot, load_snapshot, lock
 from trainer import RunError, Trainer, TrainerConfig
 
 log = logging.getLogger(__name__)
@@ -67,10 +67,10 @@ def help_text() -> str:
     return "\n".join(["Keys (set any of them as group.key=value):", "", keys, "Recipes:", "", *recipes])
 
 
-def set_up_logging(ranks: Ranks, run_dir: str) -> None:
+def set_up_logging(ranks: Ranks, run_dir: str, to_file: bool) -> None:
     """Rank 0 reports on the console and in main.log; the others speak up only when something is wrong."""
     handlers: list[logging.Handler] = [ConsoleHandler(logging.INFO)]
-    if ranks.is_main:
+    if ranks.is_main and to_file:
         handlers.append(logging.FileHandler(Path(run_dir) / "main.log", encoding="utf-8", delay=True))
     name = "" if ranks.world_size == 1 or ranks.is_main else f"[rank {ranks.rank}] "
     logging.basicConfig(
@@ -113,6 +113,39 @@ def warn_bundled(reason: str) -> None:
     )
 
 
+def load_base(url: str | None, ranks: Ranks) -> Snapshot | None:
+    """The snapshot to fine-tune, read by one rank for all.
+
+    Raises:
+        ValueError, OSError: it is not there, or damaged.
+    """
+    if url is None:
+        return None
+    try:
+        return broadcast_from_main(load_snapshot(url) if ranks.is_main else None)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"trainer_config.init_from={url}: there is no snapshot; train that model first, or name another"
+        ) from error
+
+
+def start_from(model: GPT, base: Snapshot) -> None:
+    """Give a new model the weights of another run's; its optimizer, its step and its data order start afresh.
+
+    Raises:
+        ValueError: the sizes differ. Dropout may differ: it is no part of the weights.
+    """
+    there, here = base["model_config"], vars(model.config)
+    sizes = [key for key in there if not key.endswith("pdrop") and there[key] != here[key]]
+    if sizes:
+        differences = ", ".join(f"{key} is {there[key]} there and {here[key]} here" for key in sizes)
+        raise ValueError(
+            f"the model of trainer_config.init_from has another shape: {differences}; set gpt_config and "
+            "data_config.block_size as they are there"
+        )
+    model.load_state_dict(base["model"])
+
+
 def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_config: Any) -> Trainer:
     """Make the text, the model and what trains it.
 
@@ -120,18 +153,27 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_co
         ValueError: something about the configuration or the text is wrong, and the message says what.
     """
     config.trainer_config.sequences_per_forward(ranks.world_size)  # raises before a large text is read
+    base = load_base(config.trainer_config.init_from, ranks)
     text = read_text(path)
-    vocabulary = CharVocabulary.of(text)
-    train_codes, eval_codes = split_codes(vocabulary.encode_array(text), config.data_config)
+    vocabulary = CharVocabulary(base["vocabulary"]) if base else CharVocabulary.of(text)
+    try:
+        codes = vocabulary.encode_array(text)
+    except ValueError as error:  # can't happen without a base
+        raise ValueError(
+            f"the model of trainer_config.init_from can't read {path}: {error}; replace these characters in the text"
+        ) from error
+    train_codes, eval_codes = split_codes(codes, config.data_config)
 
     torch.manual_seed(config.trainer_config.seed)  # the same on every rank: they start as one model
-    model_config = GPTConfig(
-        **vars(config.gpt_config), vocab_size=len(vocabulary), block_size=config.data_config.block_size
+    model = GPT(
+        GPTConfig(**vars(config.gpt_config), vocab_size=len(vocabulary), block_size=config.data_config.block_size)
     )
+    if base:
+        start_from(model, base)
     return Trainer(
         config.trainer_config,
         config.optimizer_config,
-        GPT(model_config),
+        model,
         vocabulary,
         train_codes,
         eval_codes,
@@ -148,31 +190,39 @@ def fail(error: Exception) -> NoReturn:
     sys.exit(f"error: {message}")
 
 
+def remove_if_empty(run_dir: str, is_ours: bool) -> None:
+    """Remove the directory that Hydra has made, if nothing came into it and no other run has it."""
+    with contextlib.suppress(OSError, ValueError):
+        if not is_ours:
+            lock(run_dir)
+        os.rmdir(run_dir)
+
+
 @hydra.main(version_base="1.3", config_path=str(PROJECT), config_name="gpt2_train_cfg")
 @record  # inside Hydra's wrapper: the other way round, torchrun would not learn of a failure's traceback
 def train(cfg: DictConfig) -> None:
     """Train as the configuration says."""
     run_dir = HydraConfig.get().runtime.output_dir
-    group, is_ours = contextlib.ExitStack(), False
+    group, is_ours, dry_run = contextlib.ExitStack(), False, False
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True)
         # Into the schema once more: a key added with "+" has got past Hydra.
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
         ranks = group.enter_context(process_group(config.trainer_config.timeout_minutes, config.trainer_config.device))
-        if ranks.is_main:
+        dry_run = config.trainer_config.dry_run
+        if ranks.is_main and not dry_run:
             lock(run_dir)
             is_ours = True
-        set_up_logging(ranks, run_dir)
+        set_up_logging(ranks, run_dir, to_file=not dry_run)
+        # A few operations on GPUs add up in an order that varies; torch then takes others, or says that it has none.
+        torch.use_deterministic_algorithms(config.trainer_config.deterministic)
         path, why_bundled = find_text(config.data_config.path, ranks)
         trainer = build_trainer(config, path, ranks, run_dir, values)
         trainer.resume()
-        if ranks.is_main:
+        if ranks.is_main and not dry_run:
             OmegaConf.save(cfg, Path(run_dir) / "config.yaml", resolve=True)
     except (ValueError, OSError, OmegaConfBaseException) as error:  # the user's to mend; in `fit`, it would be a bug
-        with contextlib.suppress(OSError, ValueError):
-            if not is_ours:
-                lock(run_dir)  # not if another run has it
-            os.rmdir(run_dir)  # Hydra made it; leave none behind that is empty
+        remove_if_empty(run_dir, is_ours)
         fail(error)
     except RuntimeError as error:
         leave_if_lost(error)
@@ -189,6 +239,8 @@ def train(cfg: DictConfig) -> None:
             raise
         finally:
             trainer.reporter.close()
+            if dry_run:
+                remove_if_empty(run_dir, is_ours)
     RESULTS.append((trainer.best_eval_loss, run_dir))
     if why_bundled and ranks.is_main:
         warn_bundled(why_bundled)

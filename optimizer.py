@@ -5,6 +5,7 @@ Third module of the reading order: `model.py` says what is learned, this one how
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
+
+Group = dict[str, Any]  # parameters that share a learning rate and a weight decay, as torch's optimizers take them
 
 
 @dataclass
@@ -25,6 +28,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     warmup_steps: int = 100
     min_lr_ratio: float = 0.1
+    layer_decay: float = 1.0
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
@@ -41,6 +45,8 @@ class OptimizerConfig:
             raise ValueError(f"optimizer_config.warmup_steps={self.warmup_steps}: must be at least 0 optimizer steps")
         if not 0.0 <= self.min_lr_ratio <= 1.0:
             raise ValueError(f"optimizer_config.min_lr_ratio={self.min_lr_ratio}: must be from 0 to 1")
+        if not 0.0 < self.layer_decay <= 1.0:
+            raise ValueError(f"optimizer_config.layer_decay={self.layer_decay}: must be above 0 and at most 1")
 
 
 def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, min_lr_ratio: float) -> float:
@@ -86,6 +92,38 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     return matrices, [p for p in trainable if id(p) not in chosen]
 
 
+def layer_scales(model: nn.Module, layer_decay: float) -> dict[nn.Parameter, float]:
+    """What each parameter's learning rate is multiplied by: layer_decay for every layer that lies above its own.
+
+    For fine-tuning: what the lower layers know of the language holds for the new text too, and small steps keep it
+    (1801.06146). The embeddings lie below the blocks, which are h.0, h.1, ...; the last norm lies above them. The head
+    is tied to the embedding and changes as slowly.
+    """
+    n_layer = len(getattr(model, "h", ()))
+    scales = {}  # by parameter
+    for name, p in model.named_parameters():
+        layer = n_layer + 1  # of the last norm
+        if block := re.match(r"h\.(\d+)\.", name):
+            layer = int(block[1]) + 1
+        elif name.startswith(("wte.", "wpe.")):
+            layer = 0
+        scales[p] = layer_decay ** (n_layer + 1 - layer)
+    return scales
+
+
+def make_groups(
+    parameters: list[nn.Parameter], scales: dict[nn.Parameter, float], learning_rate: float, weight_decay: float
+) -> list[Group]:
+    """One group for each learning rate, the highest last; without layer decay that is the only one."""
+    by_scale: dict[float, list[nn.Parameter]] = {1.0: []}  # there even if it stays empty
+    for p in parameters:
+        by_scale.setdefault(scales[p], []).append(p)
+    return [
+        {"params": by_scale[scale], "weight_decay": weight_decay, "lr": learning_rate * scale}
+        for scale in sorted(by_scale)
+    ]
+
+
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Replace matrices (n, rows, columns) by nearly orthogonal ones with the same singular vectors.
 
@@ -117,8 +155,8 @@ class BatchedMuon(Muon):
     and its rounding makes runs on one rank and on two part after a dozen steps even where all else is float32.
     """
 
-    def __init__(self, params: list[dict[str, Any]], lr: float, weight_decay: float, dtype: torch.dtype):
-        super().__init__(params, lr=lr, weight_decay=weight_decay)
+    def __init__(self, groups: list[Group], dtype: torch.dtype):
+        super().__init__(groups)  # each group brings its own learning rate and weight decay
         self.dtype = dtype
 
     @torch.no_grad()
@@ -152,15 +190,10 @@ class MuonWithAdamW(Optimizer):
     embeddings. The two are one object because they must step, and after a float16 overflow not step, together.
     """
 
-    def __init__(
-        self, matrices: dict[str, Any], others: dict[str, Any], betas: tuple[float, float], dtype: torch.dtype
-    ):
-        # Each part adopts the very dictionary that stands in self.param_groups: a new "lr" there reaches it.
-        super().__init__([matrices, others], {})
-        self.parts = {
-            "muon": BatchedMuon([matrices], lr=matrices["lr"], weight_decay=matrices["weight_decay"], dtype=dtype),
-            "adamw": AdamW([others], lr=others["lr"], betas=betas, fused=True),
-        }
+    def __init__(self, matrices: list[Group], others: list[Group], betas: tuple[float, float], dtype: torch.dtype):
+        # Each part adopts the very dictionaries that stand in self.param_groups: a new "lr" there reaches it.
+        super().__init__([*matrices, *others], {})
+        self.parts = {"muon": BatchedMuon(matrices, dtype), "adamw": AdamW(others, betas=betas, fused=True)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -190,15 +223,16 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig, dtype: torch.dty
         dtype: what Muon orthogonalizes in; AdamW is always float32.
     """
     matrices, others = split_parameters(model)
-    decaying = {"params": matrices, "weight_decay": config.weight_decay, "lr": config.learning_rate}
-    constant = {"params": others, "weight_decay": 0.0, "lr": config.learning_rate}
+    scales = layer_scales(model, config.layer_decay)
+    matrix_rate = config.muon_learning_rate if config.name == "muon" else config.learning_rate
+    decaying = make_groups(matrices, scales, matrix_rate, config.weight_decay)
+    constant = make_groups(others, scales, config.learning_rate, 0.0)
     optimizer: Optimizer
     if config.name == "muon":
-        decaying["lr"] = config.muon_learning_rate
         optimizer = MuonWithAdamW(decaying, constant, config.betas, dtype)
     else:
         # fused: one kernel updates all parameters, instead of some ten for each of them.
-        optimizer = AdamW([decaying, constant], lr=config.learning_rate, betas=config.betas, fused=True)
+        optimizer = AdamW([*decaying, *constant], betas=config.betas, fused=True)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
@@ -215,6 +249,13 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
     `load_state_dict` alone brings the saved ones back, and a changed configuration silently does nothing.
     """
+    parts = state.values() if "param_groups" not in state else [state]
+    saved = sum(len(part["param_groups"]) for part in parts)
+    if saved != len(optimizer.param_groups):
+        raise ValueError(
+            f"the snapshot's optimizer has {saved} parameter groups, and this one {len(optimizer.param_groups)}; "
+            "optimizer_config.layer_decay must stay what it was"
+        )
     configured = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, wanted in zip(optimizer.param_groups, configured, strict=True):

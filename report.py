@@ -1,8 +1,8 @@
 """What a run tells people: the header, the progress bar, TensorBoard's curves and the closing summary.
 
 Seventh module of the reading order, after `trainer.py`, which calls it: apart, because nothing here changes what is
-trained. `main.py` comes next. Rank 0 has a `Reporter`
-that speaks; the other ranks have the silent base class, so that the loop needs no tests of the rank.
+trained. `main.py` comes next. Rank 0 has a `Reporter` that speaks; the other ranks have the silent base class, so that
+the loop needs no tests of the rank.
 """
 
 import logging
@@ -25,6 +25,9 @@ class SilentReporter:
 
     def header(self, lines: list[str], config: dict[str, Any], step: int, total_steps: int) -> None:
         """Say what will happen, and open the curves and the bar."""
+
+    def step_done(self) -> None:
+        """Learn that a training step is done, reported or not."""
 
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """Report a training step: tags of TensorBoard and their values."""
@@ -49,11 +52,20 @@ class Reporter(SilentReporter):
     """Speaks on the console, in main.log and to TensorBoard.
 
     Args:
-        run_dir: where TensorBoard's events go.
+        run_dir: where TensorBoard's events go, and the profile.
+        dry_run: write nothing there.
+        profile: write there what three of the first steps spend their time on.
     """
 
-    def __init__(self, run_dir: str):
-        self.run_dir = run_dir
+    def __init__(self, run_dir: str, dry_run: bool = False, profile: bool = False):
+        self.run_dir, self.dry_run = run_dir, dry_run
+        # The first steps set everything up and are slow; three of the next ones are recorded.
+        schedule = torch.profiler.schedule(wait=5, warmup=1, active=3, repeat=1)
+        self.profiler = (
+            torch.profiler.profile(schedule=schedule, on_trace_ready=self._write_profile)
+            if profile and not dry_run
+            else None
+        )
         self._began = self._last_line = time.perf_counter()
         self.writer: Any = None
         self.bar: Any = None
@@ -68,6 +80,11 @@ class Reporter(SilentReporter):
             log.error("no more curves: %s", error)
             self.writer = None
 
+    def _write_profile(self, profiler: torch.profiler.profile) -> None:
+        path = f"{self.run_dir}/trace.json"
+        profiler.export_chrome_trace(path)
+        log.info("profile of three steps: %s (open it at https://ui.perfetto.dev)", path)
+
     def header(self, lines: list[str], config: dict[str, Any], step: int, total_steps: int) -> None:
         """See the base class."""
         from torch.utils.tensorboard import SummaryWriter  # a second of imports that other ranks save
@@ -76,7 +93,8 @@ class Reporter(SilentReporter):
         for line in lines:
             log.info("%s", line)
         # purge_step: what was logged after the snapshot that a run resumes from would stand there twice.
-        self.writer = SummaryWriter(self.run_dir, purge_step=step + 1)
+        if not self.dry_run:
+            self.writer = SummaryWriter(self.run_dir, purge_step=step + 1)
         self.config = {f"{group}.{key}": value for group, values in config.items() for key, value in values.items()}
         table = "\n".join(f"| {key} | {value} |" for key, value in self.config.items())
         self._write("add_text", "config", f"| key | value |\n| --- | --- |\n{table}", step)
@@ -84,6 +102,13 @@ class Reporter(SilentReporter):
         self.bar = tqdm(
             total=total_steps, initial=step, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
         )
+        if self.profiler is not None:
+            self.profiler.start()
+
+    def step_done(self) -> None:
+        """See the base class."""
+        if self.profiler is not None:
+            self.profiler.step()
 
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """See the base class."""
@@ -119,6 +144,9 @@ class Reporter(SilentReporter):
         if self.bar is not None:
             self.bar.close()
         self._write("close")
+        if self.profiler is not None:
+            self.profiler.stop()  # in a very short run, the profile ends here
+            self.profiler = None
 
     def stopped(self, message: str) -> None:
         """See the base class."""
@@ -140,6 +168,9 @@ class Reporter(SilentReporter):
         seconds = time.perf_counter() - self._began
         speed = f", {tokens} tokens in {seconds:.0f} s" if tokens else ""
         log.info("finished: %d steps, evaluation loss %.4f, best %.4f%s", step, loss, best_loss, speed)
+        if self.dry_run:
+            log.info("that was a dry run: all fits together, and nothing was written")
+            return
         log.info("written: %s", self.run_dir)
         log.info("text: python generate.py --snapshot %s/gpt_snapshot.best.pt", self.run_dir)
         cap = self.config.get("trainer_config.max_steps")

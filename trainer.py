@@ -78,12 +78,17 @@ class TrainerConfig:
     eval_every_steps: int = 250
     save_every_steps: int = 250
     sample_tokens: int = 500
+    patience: int | None = None
+    init_from: str | None = None
+    dry_run: bool = False
+    profile: bool = False
+    deterministic: bool = False
     timeout_minutes: float = 10.0
 
     def __post_init__(self) -> None:
         for name in (
             *("max_epochs", "batch_size", "log_every_steps", "eval_every_steps", "save_every_steps"),
-            *("max_steps", "micro_batch_size", "timeout_minutes", "grad_norm_clip"),
+            *("max_steps", "micro_batch_size", "timeout_minutes", "grad_norm_clip", "patience"),
         ):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -261,18 +266,21 @@ class Trainer:
         )
 
         self.watch = Stopwatch(0)  # what the next report is about
-        self.reporter = Reporter(run_dir) if ranks.is_main else SilentReporter()
+        self.reporter = Reporter(run_dir, config.dry_run, config.profile) if ranks.is_main else SilentReporter()
         # All that changes while training, apart from the weights and the optimizer's state:
         self.step = 0  # optimizer steps done
         self.total_steps = config.max_epochs * self.sampler.steps_per_epoch
         if config.max_steps is not None:
             self.total_steps = min(self.total_steps, config.max_steps)
+        if config.dry_run:
+            self.total_steps = min(self.total_steps, 2)
         self.stop_request = StopRequest()
         self.stop_signal = 0  # the signal on which all ranks agreed to stop; 0: go on
         self.save_errors: dict[str, str] = {}  # by URL: why the last save there failed
         self.eval_loss = math.nan  # of the last evaluation, nats a character
         self.text = ""  # sampled at the last evaluation
         self.best_eval_loss = math.inf  # nats a character
+        self.best_step = 0  # the optimizer step it was found at
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -298,6 +306,7 @@ class Trainer:
                 loss, grad_norm = self._train_step(batches)
                 self.step += 1
                 is_reported = self._is_due(self.config.log_every_steps)
+                self.reporter.step_done()
                 if is_reported:
                     loss_value = loss.item()  # here alone the loop waits for the device
             if is_reported:
@@ -424,8 +433,15 @@ class Trainer:
         self.text = self.sample() if self.ranks.is_main else ""
         self.reporter.evaluation(self.step, loss, self.text)
         if loss < self.best_eval_loss:
-            self.best_eval_loss = loss
+            self.best_eval_loss, self.best_step = loss, self.step
             self._save(best_url(self.snapshot_path), keep_previous=False)
+        # Early stopping. The best step is in the best snapshot, so a restart can't lose count.
+        patience = self.config.patience
+        if patience is not None and self.step - self.best_step >= patience * self.config.eval_every_steps:
+            log.info("no lower evaluation loss since step %d: stopping early", self.best_step)
+            if not self._is_due(self.config.save_every_steps):
+                self._save(self.snapshot_path)
+            self.total_steps = self.step
 
     @torch.no_grad()
     def sample(self) -> str:
@@ -449,7 +465,7 @@ class Trainer:
         }
 
     def _save(self, url: str, keep_previous: bool = True) -> None:
-        if not self.ranks.is_main:
+        if not self.ranks.is_main or self.config.dry_run:
             return
         snapshot = {
             **self._identity(),
@@ -470,17 +486,17 @@ class Trainer:
             self.save_errors[url] = f"{url}: {type(error).__name__}: {error}"
             log.error("step %d could not be saved, training goes on: %s", self.step, self.save_errors[url])
 
-    def _best_eval_loss_so_far(self) -> float:
-        """That of the best snapshot, which may be newer than the last one; infinite where none can be used."""
+    def _best_so_far(self) -> tuple[float, int]:
+        """(Loss, step) of the best snapshot, which may be newer than the last one; (inf, 0) where none can be used."""
         try:
             best = load_snapshot(best_url(self.snapshot_path))
             check_matches(best, self._identity())
         except FileNotFoundError:  # there was no evaluation yet
-            return math.inf
+            return math.inf, 0
         except ValueError as error:  # damaged, or of another run
             log.warning("no usable best snapshot, the next evaluation makes one: %s", error)
-            return math.inf
-        return float(best["best_eval_loss"])
+            return math.inf, 0
+        return best["best_eval_loss"], best["step"]
 
     def resume(self) -> None:
         """Go on from the run's snapshot if there is one; with resume=false, move old snapshots aside instead.
@@ -488,6 +504,8 @@ class Trainer:
         Raises:
             ValueError: the snapshot is of another run, or damaged beyond its predecessor.
         """
+        if self.config.dry_run:
+            return
         snapshot = None
         if self.ranks.is_main:
             prepare(self.snapshot_path)
@@ -496,7 +514,7 @@ class Trainer:
                 snapshot = load_newest(self.snapshot_path)
                 if snapshot is not None:
                     check_matches(snapshot, self._identity())
-                    snapshot["best_eval_loss"] = self._best_eval_loss_so_far()
+                    snapshot["best"] = self._best_so_far()
             else:
                 for name in set_aside(self.snapshot_path):
                     log.info("moved an old snapshot aside: %s", name)
@@ -509,7 +527,7 @@ class Trainer:
         if snapshot["scaler"]:  # empty where the run wasn't in float16 up to now
             self.scaler.load_state_dict(snapshot["scaler"])
         self.step = snapshot["step"]
-        self.best_eval_loss = snapshot["best_eval_loss"]
+        self.best_eval_loss, self.best_step = snapshot["best"]
         log.info("going on from %s after step %d of %d", self.snapshot_path, self.step, self.total_steps)
         for group, values in self.full_config.items():
             for key, value in values.items():

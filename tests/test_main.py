@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import json
 import re
 import shutil
 import socket
@@ -310,6 +311,98 @@ def test_running_again(finished_run, tmp_path):
     for name in ("gpt_snapshot.pt", "gpt_snapshot.prev.pt", "gpt_snapshot.best.pt"):
         assert old[name] in kept, name  # under another name
     assert max(read_losses(run_dir)) == 24
+
+
+# ------------------------------------------------------------------------------------ switches
+
+
+def test_a_dry_run_writes_nothing(finished_run, tmp_path):
+    """Catches a dry run that leaves files, goes on from a snapshot, replaces one, or says nothing of the end."""
+    dry = ["trainer_config.dry_run=true", "trainer_config.profile=true"]
+    run = train(tmp_path / "run", *dry)
+    assert run.returncode == 0, run.stderr
+    assert "step 2: evaluation loss" in run.stderr
+    assert "nothing was written" in run.stderr
+    assert not (tmp_path / "run").exists()
+
+    before = contents(finished_run[0])
+    run = train(finished_run[0], *dry, "gpt_config.n_embd=32")  # another model: the snapshot there would be refused
+    assert run.returncode == 0, run.stderr
+    assert contents(finished_run[0]) == before
+
+
+def test_a_profile_names_the_operations_of_three_steps(tmp_path):
+    """Catches a trace that is empty, that is of all steps (and as large as the run is long), or that is no JSON."""
+    run = train(tmp_path / "run", "trainer_config.profile=true", "trainer_config.deterministic=true")
+    assert run.returncode == 0, run.stderr
+    assert "trace.json" in run.stderr
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
+    assert len(steps) == 3
+    assert any(event["name"] == "aten::addmm" for event in events)
+
+
+def test_deterministic_mode_is_torchs_own(tmp_path):
+    """Catches a switch that switches nothing: an operation without a repeatable form must be refused."""
+    script = (
+        "import sys, torch, main, trainer; step = trainer.Trainer._train_step\n"
+        "def look(self, batches):\n"
+        "    torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))\n"
+        "    return step(self, batches)\n"
+        "trainer.Trainer._train_step = look; main.main()"
+    )
+    for deterministic, code in ((False, 0), (True, 1)):
+        run = run_program(
+            *(sys.executable, "-c", script, f"hydra.run.dir={tmp_path / str(deterministic)}", *TINY_RUN),
+            f"trainer_config.deterministic={deterministic}",
+        )
+        assert run.returncode == code, run.stderr
+    assert "does not have a deterministic implementation" in run.stderr
+
+
+# ------------------------------------------------------------------------------------ fine-tuning
+
+
+def test_fine_tuning_starts_from_the_other_model(finished_run, tmp_path):
+    """Catches weights that aren't taken over, a vocabulary made anew, and progress or data order that comes along."""
+    base = finished_run[0] / "gpt_snapshot.best.pt"
+    text = tmp_path / "mine.txt"
+    text.write_text(SAMPLE_TEXT.read_text(encoding="utf-8")[-3000:].replace("e", "a"), encoding="utf-8")
+    settings = [f"data_config.path={text}", "data_config.truncate=1.0", "trainer_config.max_steps=2"]
+    settings += ["optimizer_config.learning_rate=1e-30", "optimizer_config.muon_learning_rate=1e-30"]
+    settings += [f"trainer_config.init_from={base}", "optimizer_config.layer_decay=0.5", "gpt_config.attn_pdrop=0.1"]
+    run = train(tmp_path / "run", *settings)
+    assert run.returncode == 0, run.stderr
+    old, new = load_snapshot(str(base)), load_snapshot(str(tmp_path / "run" / "gpt_snapshot.pt"))
+    assert new["step"] == 2
+    assert new["vocabulary"] == old["vocabulary"]
+    assert all(torch.equal(new["model"][name], old["model"][name]) for name in old["model"])
+    again = train(tmp_path / "run", *settings, "trainer_config.max_steps=4")  # its own snapshot wins
+    assert again.returncode == 0, again.stderr
+    assert "going on from" in again.stderr
+    assert "step 4/4" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["gpt_config.n_layer=3"], ["n_layer is 2 there and 3 here"]),
+        (["data_config.block_size=8"], ["block_size is 16 there and 8 here"]),
+        (["data_config.path={folder}/greek.txt"], ["greek.txt", "unknown characters 'αβ'"]),
+        (["trainer_config.init_from={folder}/none.pt"], ["none.pt", "there is no snapshot"]),
+        (["trainer_config.init_from={folder}/greek.txt"], ["greek.txt is not a whole snapshot"]),
+    ],
+)
+def test_what_can_t_be_fine_tuned_is_one_line(finished_run, tmp_path, overrides, parts):
+    """Catches a model that is cut to fit, characters that are left out, and tracebacks."""
+    (tmp_path / "greek.txt").write_text("αβ" * 2000, encoding="utf-8")
+    base = f"trainer_config.init_from={finished_run[0] / 'gpt_snapshot.pt'}"
+    run = train(tmp_path / "run", base, *(o.format(folder=tmp_path) for o in overrides))
+    assert run.returncode == 1
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert all(part in line for part in parts), line
+    assert not (tmp_path / "run").exists()
 
 
 # ------------------------------------------------------------------------------------ the configuration file

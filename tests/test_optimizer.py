@@ -73,6 +73,8 @@ def is_matrix(name):
         {"min_lr_ratio": -0.1},
         {"min_lr_ratio": 1.5},
         {"min_lr_ratio": math.nan},
+        {"layer_decay": 0.0},
+        {"layer_decay": 1.1},
     ],
     ids=str,
 )
@@ -202,6 +204,26 @@ def test_frozen_parameters_are_in_no_group(name, frozen):
     take_steps(model, optimizer, [1])
     for key, p in model.named_parameters():
         assert torch.equal(p, before[key]) == (not p.requires_grad), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layer_decay_slows_what_lies_below(name):
+    """Catches decay from the wrong end, a layer left out, and rates that the schedule doesn't reach."""
+    config = OptimizerConfig(name=name, learning_rate=0.1, muon_learning_rate=0.2, layer_decay=0.5)
+    model = make_model(n_layer=12)  # a block's number may have two digits
+    optimizer = create_optimizer(model, config)
+    set_learning_rate(optimizer, 0.5)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for key, p in model.named_parameters():
+        layer = {"wte": 0, "wpe": 0, "ln_f": 13}.get(key.split(".")[0])
+        layer = int(key.split(".")[1]) + 1 if layer is None else layer
+        peak = 0.2 if is_matrix(key) and name == "muon" else 0.1
+        assert rates[id(p)] == peak * 0.5**13 / 0.5**layer * 0.5, key  # powers of two: exact
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    take_steps(model, optimizer, [1])
+    assert not any(torch.equal(p, before[key]) for key, p in model.named_parameters())
+    with pytest.raises(ValueError, match="layer_decay must stay"):
+        load_optimizer_state(create_optimizer(model, OptimizerConfig(name=name)), optimizer.state_dict())
 
 
 # --- Steps -----------------------------------------------------------------------------------------------------------

@@ -688,5 +688,32 @@ def test_a_prolonged_run_remembers_its_best_loss(alone, tmp_path, monkeypatch):
     assert load_snapshot(str(tmp_path / "gpt_snapshot.best.pt"))["step"] == 7
 
 
+@pytest.mark.parametrize("stopped_in", [None, 18])
+def test_patience_counts_across_a_restart(alone, tmp_path, monkeypatch, stopped_in):
+    """Catches a run that goes on for ever, one that stops too early, and a count that begins anew with each start."""
+    losses = {5: 3.0, 10: 2.0, 15: 2.5, 20: 2.25, 25: 1.0}
+    settings = [
+        *("trainer_config.patience=2", "trainer_config.max_steps=24", "trainer_config.save_every_steps=7"),
+        "trainer_config.eval_every_steps=5",
+    ]
+
+    def evaluated(run):
+        monkeypatch.setattr(run, "evaluate", lambda: losses[run.step])
+        return run
+
+    if stopped_in is not None:
+        first = evaluated(make_trainer(tmp_path, *settings, ranks=alone))
+        stop_in_step(first, stopped_in)
+        with pytest.raises(StopHereError):
+            first.fit()
+    trainer = evaluated(make_trainer(tmp_path, *settings, ranks=alone))
+    trainer.resume()
+    trainer.fit()
+    assert trainer.step == 20  # two evaluations after step 10
+    assert load_snapshot(str(tmp_path / "gpt_snapshot.pt"))["step"] == 20
+    assert load_snapshot(str(tmp_path / "gpt_snapshot.prev.pt"))["step"] == 14
+    assert load_snapshot(str(tmp_path / "gpt_snapshot.best.pt"))["step"] == 10
+
+
 if __name__ == "__main__":
     run_as_rank(Path(sys.argv[1]))
