@@ -153,8 +153,18 @@ class CausalSelfAttention(nn.Module):
         return self.resid_dropout(self.c_proj(y))
 
 
+def gelu(x: Tensor) -> Tensor:
+    """GELU as in GPT-2, x Φ(x) with tanh in place of the normal distribution's Φ; on CPUs under autocast with Φ itself.
+
+    Only torch's kernel for Φ is fast on CPUs: 0.8 against 2.2 ms, forward and backward, for a million numbers. The two
+    differ by less than 0.0005, and bfloat16 can't tell 1.000 from 1.003.
+    """
+    is_exact = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    return F.gelu(x, approximate="none" if is_exact else "tanh")
+
+
 class MLP(nn.Module):
-    """Two linear layers, four times as wide between, that work on each token alone. GELU is the tanh form of GPT-2."""
+    """Two linear layers, four times as wide between, that work on each token alone."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -164,7 +174,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
-        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
+        x = gelu(self.c_fc(x))  # (B, T, 4C)
         return self.resid_dropout(self.c_proj(x))
 
 

@@ -149,14 +149,16 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class BatchedMuon(Muon):
-    """torch's Muon (momentum 0.95), but all matrices of one shape at a time, and in a precision that can be chosen.
+    """torch's Muon, but all matrices of one shape at a time, and in a precision that can be chosen.
 
     torch computes one matrix after the other, in bfloat16 always. That takes up to 1.6 times as long on small models,
     and its rounding makes runs on one rank and on two part after a dozen steps even where all else is float32.
     """
 
     def __init__(self, groups: list[Group], dtype: torch.dtype):
-        super().__init__(groups)  # each group brings its own learning rate and weight decay
+        # Each group brings its own learning rate and weight decay. A momentum of 0.9 instead of 0.95: in runs of a
+        # thousand steps the gradient has changed by the time that the longer average has seen it.
+        super().__init__(groups, momentum=0.9)
         self.dtype = dtype
 
     @torch.no_grad()
@@ -167,18 +169,26 @@ class BatchedMuon(Muon):
             for p in group["params"]:
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
-            for (rows, columns), matrices in by_shape.items():
-                self._step_alike(group, matrices, math.sqrt(max(1.0, rows / columns)))
+            for matrices in by_shape.values():
+                self._step_alike(group, matrices)
 
-    def _step_alike(self, group: dict[str, Any], matrices: list[Tensor], scale: float) -> None:
-        """Update n matrices of one shape; tall ones get larger steps, since their outputs have more directions."""
+    def _step_alike(self, group: Group, matrices: list[Tensor]) -> None:
+        """Update n matrices of one shape."""
+        rows, columns = matrices[0].shape
+        # A matrix of (3C, C) is three, those of queries, keys and values. Taken as one, they would share one set of
+        # directions, and the values, whose gradient is the largest, would take most of it: 0.02 nats worse.
+        if rows == 3 * columns:
+            rows = columns
         gradients = [p.grad for p in matrices if p.grad is not None]
         averages = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in matrices]
         torch._foreach_lerp_(averages, gradients, 1.0 - group["momentum"])
         # Nesterov: the gradient that the average would give if this step's gradient came once more.
         lookahead = torch._foreach_lerp(gradients, averages, group["momentum"])
-        updates = orthogonalize(torch.stack(lookahead), self.dtype)  # (n, rows, columns)
+        pieces = torch.stack(lookahead).view(-1, rows, columns)  # n of them, or 3n
+        updates = orthogonalize(pieces, self.dtype).reshape(len(matrices), -1, columns)  # n again
         torch._foreach_mul_(matrices, 1.0 - group["lr"] * group["weight_decay"])
+        # Tall ones get larger steps, since their outputs have more directions.
+        scale = math.sqrt(max(1.0, rows / columns))
         torch._foreach_add_(matrices, updates.unbind(), alpha=-group["lr"] * scale)
 
 

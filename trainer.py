@@ -239,6 +239,8 @@ class Trainer:
         self.accumulation_steps = config.batch_size // (self.micro_batch_size * ranks.world_size)
         self.block_size = model.config.block_size
         self.dtype = choose_dtype(config, ranks.device)
+        if config.use_amp and ranks.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")  # TF32 for the few products that autocast leaves in float32
 
         self.raw_model = model.to(ranks.device)  # saved, evaluated and sampled under its own names
         if config.compile:

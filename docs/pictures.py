@@ -1,11 +1,13 @@
-"""Draws the pictures of TUTORIAL.md, from the project's own functions and from runs that it makes or is shown.
+"""Draws the pictures of README.md and TUTORIAL.md, from the project's own functions and from runs.
 
 python docs/pictures.py mask schedule ranks restart     # the ones named, or all four: docs/NAME.png
 python docs/pictures.py curves RUN_DIR RUN_DIR          # docs/curves.png from two finished runs' TensorBoard events
+python docs/pictures.py terminal COMMAND ...            # docs/terminal.gif: the command, run and recorded in a terminal
 """
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -198,6 +200,55 @@ def draw_curves(run_dirs: list[str]) -> None:
     save(figure, "curves")
 
 
+COLUMNS, LINES = 100, 30  # of the recorded terminal
+
+
+def record(command: list[str]) -> list[list[str]]:
+    """Run a command in a terminal of its own; what stands on the screen twice a second, without repetitions."""
+    import pty
+
+    import pyte
+
+    screen = pyte.Screen(COLUMNS, LINES)
+    stream = pyte.ByteStream(screen)
+    stream.feed(f"$ {' '.join(command)}\r\n".encode())
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvp("sh", ["sh", "-c", f"stty columns {COLUMNS} rows {LINES}; exec {shlex.join(command)}"])
+    frames, taken = [list(screen.display)], time.perf_counter()
+    while True:
+        try:
+            output = os.read(terminal, 1 << 16)
+        except OSError:  # Linux's way to say that the other end is closed
+            break
+        stream.feed(output)
+        if time.perf_counter() - taken > 0.5:
+            taken = time.perf_counter()
+            frames.append(list(screen.display))
+    return [*frames, list(screen.display)]
+
+
+def draw_terminal(command: list[str], seconds: float = 12.0) -> None:
+    """docs/terminal.gif: a recorded command, played in so many seconds; its end stays for five more."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    frames = record(command)
+    frames = [*frames[:: max(1, len(frames) // 60)], frames[-1]]
+    font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf"), 13)
+    images = []
+    for lines in frames:
+        image = Image.new("P", (8 * COLUMNS + 24, 17 * LINES + 20), 0)
+        image.putpalette([24, 26, 31, 220, 223, 228])
+        draw = ImageDraw.Draw(image)
+        draw.fontmode = "1"  # two colours: small files
+        for number, line in enumerate(lines):
+            draw.text((12, 10 + 17 * number), line.rstrip(), fill=1, font=font)
+        images.append(image)
+    pauses = [int(1000 * seconds / len(images))] * (len(images) - 1) + [5000]
+    images[0].save(DOCS / "terminal.gif", save_all=True, append_images=images[1:], duration=pauses, loop=0)
+    print(f"docs/terminal.gif: {(DOCS / 'terminal.gif').stat().st_size / 1024:.0f} KB, {len(images)} frames")
+
+
 def main() -> None:
     """Draw what the command line names."""
     torch.set_num_threads(1)
@@ -207,10 +258,13 @@ def main() -> None:
             sys.exit("error: name two run directories: python docs/pictures.py curves RUN_DIR RUN_DIR")
         draw_curves(names[1:])
         return
+    if names[0] == "terminal":
+        draw_terminal(names[1:])
+        return
     functions = {"mask": draw_mask, "schedule": draw_schedule, "ranks": draw_ranks, "restart": draw_restart}
     for name in names:
         if name not in functions:
-            sys.exit(f"error: no picture is called {name}; there are {', '.join(functions)} and curves")
+            sys.exit(f"error: no picture is called {name}; there are {', '.join(functions)}, curves and terminal")
         functions[name]()
 
 

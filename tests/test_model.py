@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from model import GPT, MODEL_TYPES, ArchitectureConfig, CausalSelfAttention, GPTConfig, choose_token
+from model import GPT, MODEL_TYPES, ArchitectureConfig, CausalSelfAttention, GPTConfig, choose_token, gelu
 
 V, T, C = 17, 12, 32  # vocab_size, block_size, n_embd of most models here
 
@@ -261,6 +261,16 @@ def test_dropout_is_off_in_evaluation_and_on_in_training(where):
 
 
 # --- The whole function ----------------------------------------------------------------------------------------------
+
+
+def test_gelu_under_autocast_is_as_good_as_bfloat16():
+    """Catches the fast form where float32 would see the difference, and a difference that bfloat16 would see."""
+    x = torch.linspace(-6, 6, 2001).to(torch.bfloat16)
+    reference = torch.nn.functional.gelu(x.double(), approximate="tanh")
+    assert torch.equal(gelu(x.float()), torch.nn.functional.gelu(x.float(), approximate="tanh"))
+    with torch.autocast("cpu", torch.bfloat16):
+        error = (gelu(x).double() - reference).abs()
+    assert (error <= 5e-4 + reference.abs() / 256).all()  # bfloat16 has 8 bits
 
 
 def test_logits_are_those_of_hugging_face():

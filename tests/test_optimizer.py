@@ -258,10 +258,13 @@ def test_muon_steps_matrices_by_muon_and_the_rest_by_adamw():
     )
     model, twin = make_model(), make_model()
     optimizer = create_optimizer(model, config, torch.bfloat16)
-    matrices = [p for key, p in twin.named_parameters() if is_matrix(key)]
     others = [p for key, p in twin.named_parameters() if not is_matrix(key)]
+    # Queries, keys and values are matrices of their own: three parameters that share the memory of one.
+    whole = [p for key, p in twin.named_parameters() if is_matrix(key)]
+    parts = [p.detach().split(16) if p.shape == (48, 16) else [p.detach()] for p in whole]
+    matrices = [nn.Parameter(piece) for pieces in parts for piece in pieces]
     references = [
-        torch.optim.Muon(matrices, lr=0.05, weight_decay=0.3),
+        torch.optim.Muon(matrices, lr=0.05, weight_decay=0.3, momentum=0.9),
         torch.optim.AdamW(others, lr=0.01, weight_decay=0.0, betas=(0.8, 0.9)),
     ]
     for seed, factor in ((1, 1.0), (2, 0.5)):  # equal gradients would hide the betas
@@ -270,6 +273,9 @@ def test_muon_steps_matrices_by_muon_and_the_rest_by_adamw():
             reference.param_groups[0]["lr"] = peak * factor
         take_steps(model, optimizer, [seed])
         set_gradients(twin, seed)
+        for p, pieces in zip(whole, parts, strict=True):
+            for piece, gradient in zip(pieces, p.grad.split(len(pieces[0])), strict=True):
+                next(m for m in matrices if m.data_ptr() == piece.data_ptr()).grad = gradient
         for reference in references:
             reference.step()
         for (key, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):

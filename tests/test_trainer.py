@@ -403,6 +403,24 @@ def test_refuses_a_dtype_that_the_device_cannot_compute_in(monkeypatch, wish):
         choose_dtype(TrainerConfig(amp_dtype=wish), torch.device("mps"))
 
 
+@pytest.mark.parametrize(("optimizer", "band"), [("adamw", 0.03), ("muon", 0.004)])
+def test_bfloat16_follows_the_curve_of_float32(alone, tmp_path, optimizer, band):
+    """Catches what mixed precision must not narrow: weights kept in bfloat16, losses summed in it, moments in it."""
+    settings = [
+        *("data_config.truncate=1.0", "data_config.block_size=32", "gpt_config.n_embd=64"),
+        *("trainer_config.max_steps=80", "trainer_config.max_epochs=9", f"optimizer_config.name={optimizer}"),
+    ]
+    curves = []
+    for dtype in ("float32", "bfloat16"):
+        precision = ["trainer_config.use_amp=true", f"trainer_config.amp_dtype={dtype}"]
+        make_trainer(tmp_path / dtype, *settings, *precision, ranks=alone).fit()
+        curves.append(read_losses(tmp_path / dtype))
+    float32, bfloat16 = curves
+    assert float32[1] - float32[80] > 1.0  # it learns
+    # Measured: 0.013 with AdamW, 0.0016 with Muon; with weights rounded to bfloat16 after each step 0.070 and 0.007.
+    assert max(abs(bfloat16[step] - float32[step]) for step in float32) < band
+
+
 def counting_reads(original: Callable[[Tensor], Any], reads: list[str]) -> Callable[[Tensor], Any]:
     def read(tensor: Tensor) -> Any:
         # Losses and norms are float32; what ranks agree on travels in other types, on the CPU anyway.

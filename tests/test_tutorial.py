@@ -1,15 +1,18 @@
 """TUTORIAL.md and README.md say what is there: excerpts, names, keys, commands, and the figures' direction."""
 
 import itertools
+import os
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
-from conftest import PROJECT
+from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, run_program
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -142,6 +145,41 @@ def test_commands_are_valid(document: str, command: str, monkeypatch: pytest.Mon
             sweeps = [[f"{o.split('=')[0]}={value}" for value in o.split("=")[1].split(",")] for o in overrides]
         for choice in itertools.product(*sweeps):
             check_configuration(list(choice))
+
+
+def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
+    """Catches a command that doesn't do what the README shows. Each runs as it is written, in their order.
+
+    Only the numbers are smaller, in a copy of the project: its configuration file is that of a run of seconds.
+    """
+    copy = tmp_path / "project"
+    shutil.copytree(PROJECT, copy, ignore=shutil.ignore_patterns(".*", "runs", "input.txt", "tests", "*venv*"))
+    for name in ("data/input.txt", "my_text.txt"):
+        shutil.copy(SAMPLE_TEXT, copy / name)
+    configuration = OmegaConf.load(copy / "gpt2_train_cfg.yaml")
+    tiny = [override for override in TINY_RUN if not override.startswith("data_config.path")]
+    OmegaConf.save(OmegaConf.merge(configuration, OmegaConf.from_dotlist(tiny)), copy / "gpt2_train_cfg.yaml")
+    for recipe in (copy / "recipes").glob("*.yaml"):  # of their sizes, none; what else they set stays
+        values: Any = OmegaConf.load(recipe)
+        for group in ("data_config", "gpt_config"):
+            values.pop(group, None)
+        short = {"trainer_config": {"batch_size": 12, "max_steps": 3, "compile": False}}
+        OmegaConf.save(OmegaConf.merge(values, short), recipe)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    lines = [
+        line
+        for block in re.findall(r"^```\n(.*?)^```$", DOCUMENTS["README.md"], flags=re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+        if re.search(r"\b(main|generate)\.py\b", line) and not re.search("HOST|per_node=gpu", line)
+    ]
+    assert len(lines) >= 10
+    for line in lines:
+        run = run_program(
+            "bash", "-c", line.removeprefix("pip install -r requirements.txt && "), cwd=copy, env={"PATH": path}
+        )
+        assert run.returncode == 0, f"{line}\n{run.stderr}"
+        assert ("finished" in run.stderr) == ("main.py" in line)
+        assert bool(run.stdout) == ("generate.py" in line)
 
 
 def check_configuration(overrides: list[str]) -> None:
