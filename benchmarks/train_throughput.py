@@ -66,8 +66,9 @@ def muon_flops(trainer: Trainer) -> float:
         return 0.0
     operations = 0
     for p in split_parameters(trainer.raw_model)[0]:
-        r, c = sorted(p.shape)
-        operations += 5 * (4 * r * r * c + 2 * r**3)
+        pieces = 3 if p.size(0) == 3 * p.size(1) else 1  # queries, keys and values are taken apart
+        r, c = sorted((p.size(0) // pieces, p.size(1)))
+        operations += 5 * pieces * (4 * r * r * c + 2 * r**3)
     return operations / (trainer.config.batch_size * trainer.block_size)
 
 
@@ -242,7 +243,7 @@ def main() -> None:
         compare_with_others(measure, arguments.rounds, [1] if arguments.quick else [1, 2])
         print()
     if arguments.only != "others":
-        compare_ranks(measure, arguments.rounds, batch_sizes=[32, 64])
+        compare_ranks(measure, arguments.rounds, batch_sizes=[16, 32])
 
 
 if __name__ == "__main__":
