@@ -433,7 +433,9 @@ def test_a_collective_that_hangs_ends(tmp_path):
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
     """Two runs that take turns in overwriting one snapshot."""
     run_dir = tmp_path / "run"
-    process = start(run_dir, launcher=[sys.executable])
+    process = start(
+        run_dir, "trainer_config.max_steps=100000", "trainer_config.max_epochs=100000", launcher=[sys.executable]
+    )
     wait_for_step(run_dir, 1)
     second = train(run_dir)
     assert second.returncode == 1

@@ -409,6 +409,7 @@ def test_bfloat16_follows_the_curve_of_float32(alone, tmp_path, optimizer, band)
     settings = [
         *("data_config.truncate=1.0", "data_config.block_size=32", "gpt_config.n_embd=64"),
         *("trainer_config.max_steps=80", "trainer_config.max_epochs=9", f"optimizer_config.name={optimizer}"),
+        "optimizer_config.learning_rate=8e-3",
     ]
     curves = []
     for dtype in ("float32", "bfloat16"):
