@@ -137,10 +137,10 @@ class CausalSelfAttention(nn.Module):
             (B, T, C)
         """
         B, T, C = x.shape  # batch, tokens, width
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (3, B, nh, T, hs)
-        q, k, v = qkv  # (B, nh, T, hs) each
+        parts = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
+        q, k, v = (part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for part in parts)  # (B, nh, T, hs)
         if cache is not None:
-            cache[:, :, :, start : start + T] = qkv[1:]
+            cache[0, :, :, start : start + T], cache[1, :, :, start : start + T] = k, v
             k, v = cache[:, :, :, : start + T]  # (B, nh, S, hs) each
 
         # softmax(q kᵀ / √hs) v with everything after the query's own position hidden. is_causal aligns its triangle
