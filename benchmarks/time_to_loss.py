@@ -1,8 +1,8 @@
 """Question: how soon is the model as good as nanoGPT's CPU recipe makes it, and how good is it when that one is done?
 
 Measured: whole runs of the command `python main.py`, in turns, on the same text: recipes/nanogpt_cpu.yaml (the
-yardstick), the default, the default with fewer steps, recipes/adamw.yaml; once for each seed. Losses are evaluations over the whole evaluation text,
-in nats a character, each with the time at which it was written to TensorBoard's events.
+yardstick), the default, the default with fewer steps, recipes/adamw.yaml; once for each seed. Losses are evaluations
+over the whole evaluation text, in nats, each with the time at which it was written to TensorBoard's events.
 
 * wall: seconds from the command to its end: imports, training, evaluations, snapshots and the sample.
 * training: seconds from right before the first step to the end of the last evaluation, with all evaluations and
