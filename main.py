@@ -26,7 +26,7 @@ from distributed import Ranks, all_gather, broadcast_from_main, leave, leave_if_
 from model import GPT, ArchitectureConfig, GPTConfig
 from optimizer import OptimizerConfig
 from report import ConsoleHandler
-from snapshot import Snapshot, load_snapshot, lock
+from snapshot import Snapshot, load_newest, load_snapshot, lock
 from trainer import RunError, Trainer, TrainerConfig
 
 log = logging.getLogger(__name__)
@@ -113,20 +113,29 @@ def warn_bundled(reason: str) -> None:
     )
 
 
-def load_base(url: str | None, ranks: Ranks) -> Snapshot | None:
-    """The snapshot to fine-tune, read by one rank for all.
+def load_base(config: TrainerConfig, own_path: str, ranks: Ranks) -> Snapshot | None:
+    """The model to fine-tune and its vocabulary, read by one rank for all; None: there is none.
+
+    A run that goes on has them in its own snapshot: the one that it began with may be gone by then.
 
     Raises:
-        ValueError, OSError: it is not there, or damaged.
+        ValueError, OSError: there is no usable snapshot.
     """
-    if url is None:
+    if config.init_from is None:
         return None
-    try:
-        return broadcast_from_main(load_snapshot(url) if ranks.is_main else None)
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"trainer_config.init_from={url}: there is no snapshot; train that model first, or name another"
-        ) from error
+    base: Snapshot | None = None
+    if ranks.is_main:
+        if config.resume or ranks.is_restart:
+            base = load_newest(own_path)
+        try:
+            base = base or load_snapshot(config.init_from)
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"trainer_config.init_from={config.init_from}: there is no snapshot; train that model first, or name "
+                "another"
+            ) from error
+        base = {key: base[key] for key in ("model_config", "vocabulary", "model")}
+    return broadcast_from_main(base)
 
 
 def start_from(model: GPT, base: Snapshot) -> None:
@@ -153,7 +162,8 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_co
         ValueError: something about the configuration or the text is wrong, and the message says what.
     """
     config.trainer_config.sequences_per_forward(ranks.world_size)  # raises before a large text is read
-    base = load_base(config.trainer_config.init_from, ranks)
+    snapshot_path = config.trainer_config.snapshot_path or str(Path(run_dir) / "gpt_snapshot.pt")
+    base = load_base(config.trainer_config, snapshot_path, ranks)
     text = read_text(path)
     vocabulary = CharVocabulary(base["vocabulary"]) if base else CharVocabulary.of(text)
     try:
@@ -179,7 +189,7 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_co
         eval_codes,
         ranks,
         run_dir,
-        snapshot_path=config.trainer_config.snapshot_path or str(Path(run_dir) / "gpt_snapshot.pt"),
+        snapshot_path,
         full_config=full_config,
     )
 
@@ -215,7 +225,8 @@ def train(cfg: DictConfig) -> None:
             is_ours = True
         set_up_logging(ranks, run_dir, to_file=not dry_run)
         # A few operations on GPUs add up in an order that varies; torch then takes others, or says that it has none.
-        torch.use_deterministic_algorithms(config.trainer_config.deterministic)
+        if config.trainer_config.deterministic != torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(config.trainer_config.deterministic)
         path, why_bundled = find_text(config.data_config.path, ranks)
         trainer = build_trainer(config, path, ranks, run_dir, values)
         trainer.resume()

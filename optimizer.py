@@ -115,7 +115,7 @@ def make_groups(
     parameters: list[nn.Parameter], scales: dict[nn.Parameter, float], learning_rate: float, weight_decay: float
 ) -> list[Group]:
     """One group for each learning rate, the highest last; without layer decay that is the only one."""
-    by_scale: dict[float, list[nn.Parameter]] = {1.0: []}  # there even if it stays empty
+    by_scale: dict[float, list[nn.Parameter]] = {1.0: []}  # empty, perhaps: the last group shows the full rate
     for p in parameters:
         by_scale.setdefault(scales[p], []).append(p)
     return [
@@ -149,7 +149,7 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class BatchedMuon(Muon):
-    """torch's Muon, but all matrices of one shape at a time, and in a precision that can be chosen.
+    """torch's Muon, but all matrices of one shape at a time, queries, keys and values apart, in a chosen precision.
 
     torch computes one matrix after the other, in bfloat16 always. That takes up to 1.6 times as long on small models,
     and its rounding makes runs on one rank and on two part after a dozen steps even where all else is float32.
@@ -264,7 +264,7 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     if saved != len(optimizer.param_groups):
         raise ValueError(
             f"the snapshot's optimizer has {saved} parameter groups, and this one {len(optimizer.param_groups)}; "
-            "optimizer_config.layer_decay must stay what it was"
+            "optimizer_config.layer_decay can't be switched on or off in mid-run"
         )
     configured = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     optimizer.load_state_dict(state)

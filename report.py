@@ -169,12 +169,14 @@ class Reporter(SilentReporter):
         speed = f", {tokens} tokens in {seconds:.0f} s" if tokens else ""
         log.info("finished: %d steps, evaluation loss %.4f, best %.4f%s", step, loss, best_loss, speed)
         if self.dry_run:
-            log.info("that was a dry run: all fits together, and nothing was written")
+            log.info("that was a dry run: model, text and machine fit together, and nothing was written")
             return
         log.info("written: %s", self.run_dir)
         log.info("text: python generate.py --snapshot %s/gpt_snapshot.best.pt", self.run_dir)
         cap = self.config.get("trainer_config.max_steps")
         key = "max_steps" if cap is not None and cap <= step else "max_epochs"
+        if step < self.total_steps:
+            key = "patience"
         log.info("to go on, raise trainer_config.%s; to start over, set trainer_config.resume=false", key)
 
 

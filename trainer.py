@@ -239,8 +239,8 @@ class Trainer:
         self.accumulation_steps = config.batch_size // (self.micro_batch_size * ranks.world_size)
         self.block_size = model.config.block_size
         self.dtype = choose_dtype(config, ranks.device)
-        if config.use_amp and ranks.device.type == "cuda":
-            torch.set_float32_matmul_precision("high")  # TF32 for the few products that autocast leaves in float32
+        # On GPUs, the few products that autocast leaves in float32 may go through the tensor cores, as TF32.
+        torch.set_float32_matmul_precision("highest" if self.dtype == torch.float32 else "high")
 
         self.raw_model = model.to(ranks.device)  # saved, evaluated and sampled under its own names
         if config.compile:
@@ -299,6 +299,8 @@ class Trainer:
         batches = self._batches()
         self.model.train()
         first_step, self.watch = self.step, Stopwatch(self.step)
+        if self.step == 0 and self.config.init_from is not None:
+            self._evaluate_and_keep_best()  # fine-tuning must beat the model that it begins with
         while True:
             if self._is_due(self.config.eval_every_steps):
                 self._evaluate_and_keep_best()
@@ -308,9 +310,9 @@ class Trainer:
                 loss, grad_norm = self._train_step(batches)
                 self.step += 1
                 is_reported = self._is_due(self.config.log_every_steps)
-                self.reporter.step_done()
                 if is_reported:
                     loss_value = loss.item()  # here alone the loop waits for the device
+            self.reporter.step_done()
             if is_reported:
                 self._report_step(loss_value, grad_norm)
                 self.watch = Stopwatch(self.step)
@@ -438,8 +440,8 @@ class Trainer:
             self.best_eval_loss, self.best_step = loss, self.step
             self._save(best_url(self.snapshot_path), keep_previous=False)
         # Early stopping. The best step is in the best snapshot, so a restart can't lose count.
-        patience = self.config.patience
-        if patience is not None and self.step - self.best_step >= patience * self.config.eval_every_steps:
+        patience = (self.config.patience or math.inf) * self.config.eval_every_steps
+        if self.step - self.best_step >= patience and self.step < self.total_steps:
             log.info("no lower evaluation loss since step %d: stopping early", self.best_step)
             if not self._is_due(self.config.save_every_steps):
                 self._save(self.snapshot_path)
@@ -534,7 +536,7 @@ class Trainer:
         for group, values in self.full_config.items():
             for key, value in values.items():
                 old = snapshot["config"].get(group, {}).get(key)
-                if old != value:
+                if old != value and key != "init_from":  # where the run once began, it can't begin again
                     log.info("the configuration has changed and wins: %s.%s was %s, is %s", group, key, old, value)
         if self.step >= self.total_steps:
             log.info("this run is already finished: there is nothing left to train")

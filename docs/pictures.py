@@ -7,6 +7,7 @@ python docs/pictures.py terminal COMMAND ...            # docs/terminal.gif: the
 
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -204,7 +205,7 @@ COLUMNS, LINES = 100, 30  # of the recorded terminal
 
 
 def record(command: list[str]) -> list[list[str]]:
-    """Run a command in a terminal of its own; what stands on the screen twice a second, without repetitions."""
+    """Run a command in a terminal of its own; what stands on the screen, twice a second."""
     import pty
 
     import pyte
@@ -215,16 +216,18 @@ def record(command: list[str]) -> list[list[str]]:
     pid, terminal = pty.fork()
     if pid == 0:
         os.execvp("sh", ["sh", "-c", f"stty columns {COLUMNS} rows {LINES}; exec {shlex.join(command)}"])
-    frames, taken = [list(screen.display)], time.perf_counter()
+    frames, began = [list(screen.display)], time.perf_counter()
     while True:
-        try:
-            output = os.read(terminal, 1 << 16)
-        except OSError:  # Linux's way to say that the other end is closed
-            break
-        stream.feed(output)
-        if time.perf_counter() - taken > 0.5:
-            taken = time.perf_counter()
+        due = began + 0.5 * len(frames) - time.perf_counter()
+        if due <= 0:
             frames.append(list(screen.display))
+        elif select.select([terminal], [], [], due)[0]:
+            try:
+                stream.feed(os.read(terminal, 1 << 16))
+            except OSError:  # Linux's way to say that the other end is closed
+                break
+    if os.waitpid(pid, 0)[1] != 0:
+        sys.exit(f"error: the command failed:\n{chr(10).join(screen.display)}")
     return [*frames, list(screen.display)]
 
 
@@ -259,6 +262,8 @@ def main() -> None:
         draw_curves(names[1:])
         return
     if names[0] == "terminal":
+        if len(names) == 1:
+            sys.exit("error: name a command: python docs/pictures.py terminal COMMAND ...")
         draw_terminal(names[1:])
         return
     functions = {"mask": draw_mask, "schedule": draw_schedule, "ranks": draw_ranks, "restart": draw_restart}

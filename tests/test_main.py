@@ -318,7 +318,7 @@ def test_running_again(finished_run, tmp_path):
 
 def test_a_dry_run_writes_nothing(finished_run, tmp_path):
     """Catches a dry run that leaves files, goes on from a snapshot, replaces one, or says nothing of the end."""
-    dry = ["trainer_config.dry_run=true", "trainer_config.profile=true"]
+    dry = ["trainer_config.dry_run=true"]
     run = train(tmp_path / "run", *dry)
     assert run.returncode == 0, run.stderr
     assert "step 2: evaluation loss" in run.stderr
@@ -364,19 +364,26 @@ def test_deterministic_mode_is_torchs_own(tmp_path):
 
 
 def test_fine_tuning_starts_from_the_other_model(finished_run, tmp_path):
-    """Catches weights that aren't taken over, a vocabulary made anew, and progress or data order that comes along."""
-    base = finished_run[0] / "gpt_snapshot.best.pt"
+    """Catches weights that aren't taken over, a vocabulary made anew, and progress or moments that come along.
+
+    And a run that can't go on, or starts anew, when the snapshot that it began with is gone or another.
+    """
+    base = tmp_path / "base.pt"
+    shutil.copy(finished_run[0] / "gpt_snapshot.best.pt", base)
     text = tmp_path / "mine.txt"
     text.write_text(SAMPLE_TEXT.read_text(encoding="utf-8")[-3000:].replace("e", "a"), encoding="utf-8")
     settings = [f"data_config.path={text}", "data_config.truncate=1.0", "trainer_config.max_steps=2"]
     settings += ["optimizer_config.learning_rate=1e-30", "optimizer_config.muon_learning_rate=1e-30"]
     settings += [f"trainer_config.init_from={base}", "optimizer_config.layer_decay=0.5", "gpt_config.attn_pdrop=0.1"]
-    run = train(tmp_path / "run", *settings)
+    run = train(tmp_path / "run", *settings, ranks=2)
     assert run.returncode == 0, run.stderr
+    assert "step 0: evaluation loss" in run.stderr
     old, new = load_snapshot(str(base)), load_snapshot(str(tmp_path / "run" / "gpt_snapshot.pt"))
     assert new["step"] == 2
     assert new["vocabulary"] == old["vocabulary"]
     assert all(torch.equal(new["model"][name], old["model"][name]) for name in old["model"])
+    assert {float(state["step"]) for state in new["optimizer"]["adamw"]["state"].values()} == {2.0}
+    base.unlink()
     again = train(tmp_path / "run", *settings, "trainer_config.max_steps=4")  # its own snapshot wins
     assert again.returncode == 0, again.stderr
     assert "going on from" in again.stderr

@@ -264,11 +264,12 @@ def test_dropout_is_off_in_evaluation_and_on_in_training(where):
 
 
 def test_gelu_under_autocast_is_as_good_as_bfloat16():
-    """Catches the fast form where float32 would see the difference, and a difference that bfloat16 would see."""
+    """Catches the other form in float32, where it would be seen, the slow one under autocast, and a third."""
     x = torch.linspace(-6, 6, 2001).to(torch.bfloat16)
     reference = torch.nn.functional.gelu(x.double(), approximate="tanh")
     assert torch.equal(gelu(x.float()), torch.nn.functional.gelu(x.float(), approximate="tanh"))
     with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(gelu(x), torch.nn.functional.gelu(x))
         error = (gelu(x).double() - reference).abs()
     assert (error <= 5e-4 + reference.abs() / 256).all()  # bfloat16 has 8 bits
 
