@@ -399,7 +399,7 @@ class Trainer:
 
     def _learning_rate_factor(self) -> float:
         c = self.optimizer_config
-        return learning_rate_factor(self.step, c.warmup_steps, self.total_steps, c.min_lr_ratio)
+        return learning_rate_factor(self.step, c.warmup_steps, self.total_steps, c.min_lr_ratio, c.lr_decay)
 
     # ------------------------------------------------------------------------------------------------ evaluation
 

@@ -12,7 +12,7 @@ How far from the limit: the arithmetic of a token, times tokens a second, divide
 products (2 n³ operations each, the best of several) that the same threads reach in the same rounds:
 
     model:      6 M + 12 L T C      a token
-    optimizer:  5 (4 r² c + 2 r³)   a matrix of r x c (r <= c) and step, in Muon's five Newton-Schulz rounds
+    optimizer:  4 (4 r² c + 2 r³)   a matrix of r x c (r <= c) and step, in Muon's four Newton-Schulz rounds
 
 M counts the weights of the matrices that a token is multiplied with: those of the blocks, and the head (V x C), though
 it shares its numbers with the embedding; looking an embedding up multiplies nothing. A product costs 2 operations a
@@ -68,7 +68,7 @@ def muon_flops(trainer: Trainer) -> float:
     for p in split_parameters(trainer.raw_model)[0]:
         pieces = 3 if p.size(0) == 3 * p.size(1) else 1  # queries, keys and values are taken apart
         r, c = sorted((p.size(0) // pieces, p.size(1)))
-        operations += 5 * pieces * (4 * r * r * c + 2 * r**3)
+        operations += 4 * pieces * (4 * r * r * c + 2 * r**3)
     return operations / (trainer.config.batch_size * trainer.block_size)
 
 

@@ -88,10 +88,12 @@ def draw_mask() -> None:
 def draw_schedule() -> None:
     """The learning-rate factor of the default run and of a run with warm-up and floor that one can see."""
     figure, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")
-    total = 1500
-    for warmup, floor, colour, style in ((20, 0.0, BLUE, "-"), (300, 0.1, ORANGE, "--")):
-        factors = [learning_rate_factor(step, warmup, total, floor) for step in range(total + 100)]
-        axis.plot(factors, color=colour, linestyle=style, label=f"warmup_steps={warmup}, min_lr_ratio={floor:g}")
+    total = 1000
+    for warmup, floor, decay, colour, style in ((20, 0.0, "linear", BLUE, "-"), (200, 0.1, "cosine", ORANGE, "--")):
+        factors = [learning_rate_factor(step, warmup, total, floor, decay) for step in range(total + 100)]
+        axis.plot(
+            factors, color=colour, linestyle=style, label=f"{decay}, warmup_steps={warmup}, min_lr_ratio={floor:g}"
+        )
     axis.axvline(total, color=GREY, linewidth=0.8)
     axis.annotate("total_steps", (total, 0.95), (-4, 0), textcoords="offset points", ha="right", color=GREY)
     axis.set(xlabel="optimizer step", ylabel="factor of the peak learning rate", ylim=(0, 1.05), xlim=(0, total + 100))

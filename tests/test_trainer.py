@@ -446,18 +446,19 @@ def test_reads_nothing_from_the_device_in_steps_that_do_not_log(alone, tmp_path,
     assert counts[0] == counts[1] > 0  # those of the last step, which logs and evaluates
 
 
-def test_learning_rates_follow_the_schedule(alone, tmp_path):
-    """Catches a schedule that moves with every micro-batch or epoch, or is one step late."""
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+def test_learning_rates_follow_the_schedule(alone, tmp_path, decay):
+    """Catches a schedule that moves with every micro-batch or epoch, is one step late, or is the other one."""
     settings = ["optimizer_config.name=muon", "optimizer_config.learning_rate=2e-3", "optimizer_config.warmup_steps=5"]
     trainer = make_trainer(
         *(tmp_path, *settings, *TWO_EPOCHS, "optimizer_config.min_lr_ratio=0.1", "trainer_config.micro_batch_size=4"),
-        "optimizer_config.muon_learning_rate=0.04",
+        *("optimizer_config.muon_learning_rate=0.04", f"optimizer_config.lr_decay={decay}"),
         ranks=alone,
     )
     used: list[tuple[float, ...]] = []
     before_each_step(trainer, lambda: used.append(tuple(group["lr"] for group in trainer.optimizer.param_groups)))
     trainer.fit()
-    factors = [learning_rate_factor(step, 5, 30, 0.1) for step in range(30)]
+    factors = [learning_rate_factor(step, 5, 30, 0.1, decay) for step in range(30)]
     assert used == [(0.04 * factor, 2e-3 * factor) for factor in factors]
     recorded = read_losses(tmp_path, "train/learning_rate")
     # TensorBoard stores float32, 7 digits.
@@ -658,7 +659,7 @@ def test_the_configuration_wins_over_the_snapshot(alone, tmp_path, caplog, name)
     before_each_step(trainer, lambda: seen.append([dict(group) for group in trainer.optimizer.param_groups]))
     trainer.fit()
     matrices, others = seen[0]
-    assert others["lr"] == 3e-3 * learning_rate_factor(5, 0, 10, 0.0)
+    assert others["lr"] == 3e-3 * learning_rate_factor(5, 0, 10, 0.0, "linear")
     assert (matrices["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
     assert tuple(others["betas"]) == (0.8, 0.9)
     changes = [message for message in caplog.messages if "changed" in message]
