@@ -88,7 +88,7 @@ def draw_mask() -> None:
 def draw_schedule() -> None:
     """The learning-rate factor of the default run and of a run with warm-up and floor that one can see."""
     figure, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")
-    total = 1000
+    total = 1100
     for warmup, floor, decay, colour, style in ((20, 0.0, "linear", BLUE, "-"), (200, 0.1, "cosine", ORANGE, "--")):
         factors = [learning_rate_factor(step, warmup, total, floor, decay) for step in range(total + 100)]
         axis.plot(
