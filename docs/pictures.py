@@ -247,7 +247,8 @@ def draw_terminal(command: list[str], seconds: float = 12.0) -> None:
         draw = ImageDraw.Draw(image)
         draw.fontmode = "1"  # two colours: small files
         for number, line in enumerate(lines):
-            draw.text((12, 10 + 17 * number), line.rstrip(), fill=1, font=font)
+            text = line.replace(f"{PROJECT}/", "").rstrip()  # where the project lies is nobody's business
+            draw.text((12, 10 + 17 * number), text, fill=1, font=font)
         images.append(image)
     pauses = [int(1000 * seconds / len(images))] * (len(images) - 1) + [5000]
     images[0].save(DOCS / "terminal.gif", save_all=True, append_images=images[1:], duration=pauses, loop=0)
