@@ -5,6 +5,7 @@ and its vocabulary are all in there.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,8 @@ def main() -> None:
     """`generate`, with one line and exit code 1 for what the user can mend."""
     try:
         generate(parse_arguments())
+    except BrokenPipeError:  # the reader has seen enough, as in `| head`; Python would complain once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:

@@ -64,7 +64,12 @@ def help_text() -> str:
         f"  +recipe={path.stem:12} {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}"
         for path in sorted((PROJECT / "recipes").glob("*.yaml"))
     ]
-    return "\n".join(["Keys (set any of them as group.key=value):", "", keys, "Recipes:", "", *recipes])
+    more = [
+        "hydra.run.dir=DIR: the run directory; it holds the snapshots, the curves and main.log",
+        "-m: values separated by commas are tried in turn, and compared",
+        "--cfg job: print what the configuration comes to, and end",
+    ]
+    return "\n".join(["Keys (set any of them as group.key=value):", "", keys, *more, "", "Recipes:", "", *recipes])
 
 
 def set_up_logging(ranks: Ranks, run_dir: str, to_file: bool) -> None:
@@ -128,7 +133,8 @@ def load_base(config: TrainerConfig, own_path: str, ranks: Ranks) -> Snapshot | 
         if config.resume or ranks.is_restart:
             base = load_newest(own_path)
         try:
-            base = base or load_snapshot(config.init_from)
+            if base is None:
+                base = load_snapshot(config.init_from)
         except FileNotFoundError as error:
             raise ValueError(
                 f"trainer_config.init_from={config.init_from}: there is no snapshot; train that model first, or name "

@@ -300,7 +300,8 @@ class Trainer:
         self.model.train()
         first_step, self.watch = self.step, Stopwatch(self.step)
         if self.step == 0 and self.config.init_from is not None:
-            self._evaluate_and_keep_best()  # fine-tuning must beat the model that it begins with
+            log.info("starting from the model of %s; its evaluation loss is to be beaten:", self.config.init_from)
+            self._evaluate_and_keep_best()
         while True:
             if self._is_due(self.config.eval_every_steps):
                 self._evaluate_and_keep_best()
