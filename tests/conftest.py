@@ -18,8 +18,7 @@ torch.set_num_threads(1)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 # A run of seconds: a model of 8,000 parameters, 20 steps, in float32 so that results compare exactly.
-TINY_RUN = [
-    f"data_config.path={SAMPLE_TEXT}",
+TINY_SIZES = [
     "data_config.block_size=16",
     "data_config.truncate=0.1",
     "gpt_config.n_layer=2",
@@ -35,6 +34,7 @@ TINY_RUN = [
     "trainer_config.eval_every_steps=10",
     "trainer_config.save_every_steps=5",
 ]
+TINY_RUN = [f"data_config.path={SAMPLE_TEXT}", *TINY_SIZES]
 
 
 def run_program(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_program, train
+from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, TINY_SIZES, read_losses, run_program, train
 from omegaconf import OmegaConf
 
 import main
@@ -164,8 +164,7 @@ def project_copy(tmp_path: Path) -> Path:
 
 def train_copy(copy: Path, *overrides: object) -> subprocess.CompletedProcess[str]:
     """The tiny run on the default text, with the default run directory, in a copy of the project, offline."""
-    tiny = [override for override in TINY_RUN if not override.startswith("data_config.path")]
-    return run_program(sys.executable, copy / "main.py", *tiny, *overrides, cwd=copy.parent, env=no_network())
+    return run_program(sys.executable, copy / "main.py", *TINY_SIZES, *overrides, cwd=copy.parent, env=no_network())
 
 
 def test_without_a_network_it_trains_on_the_bundled_text(project_copy):

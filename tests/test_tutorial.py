@@ -12,7 +12,7 @@ from typing import Any
 
 import hydra
 import pytest
-from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, run_program
+from conftest import PROJECT, SAMPLE_TEXT, TINY_SIZES, run_program
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -157,8 +157,7 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     for name in ("data/input.txt", "my_text.txt"):
         shutil.copy(SAMPLE_TEXT, copy / name)
     configuration = OmegaConf.load(copy / "gpt2_train_cfg.yaml")
-    tiny = [override for override in TINY_RUN if not override.startswith("data_config.path")]
-    OmegaConf.save(OmegaConf.merge(configuration, OmegaConf.from_dotlist(tiny)), copy / "gpt2_train_cfg.yaml")
+    OmegaConf.save(OmegaConf.merge(configuration, OmegaConf.from_dotlist(TINY_SIZES)), copy / "gpt2_train_cfg.yaml")
     for recipe in (copy / "recipes").glob("*.yaml"):  # of their sizes, none; what else they set stays
         values: Any = OmegaConf.load(recipe)
         for group in ("data_config", "gpt_config"):
