@@ -1,195 +1,87 @@
 """Text -> vocabulary -> windows -> epochs.
 
-First module of the reading order, right after the configuration; `model.py` comes next. It imports nothing of the
-project. Three mistakes that are easy to make are avoided here: the text is split *before* it is cut into windows,
-the vocabulary comes from the *whole* text, and the text is encoded *once*, not item by item.
+First module of the reading order; `model.py` comes next. It imports nothing of the project. Three common mistakes are
+avoided here: the text is split *before* it is cut into windows, the vocabulary comes from the *whole* text, and the
+text is encoded *once*, not item by item.
 
-Shapes: N characters of text, T = block_size, B windows in a batch.
+Legend: N characters of text, T = block_size characters in a window, B windows in a batch, V characters in the
+vocabulary.
 """
 
-import hashlib
-import os
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import fsspec
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-
-CHUNK = 1 << 18  # characters encoded at a time: the intermediate arrays stay in the processor's cache
-
-
-@dataclass
-class DataConfig:
-    """Where the text is and how it is cut. Units and meaning: `gpt2_train_cfg.yaml`."""
-
-    path: str = "data/input.txt"
-    block_size: int = 64
-    train_split: float = 0.9
-    truncate: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"data_config.block_size={self.block_size}: must be at least 1 character")
-        if not 0.0 < self.train_split < 1.0:
-            raise ValueError(f"data_config.train_split={self.train_split}: must lie between 0 and 1, both excluded")
-        if not 0.0 < self.truncate <= 1.0:
-            raise ValueError(f"data_config.truncate={self.truncate}: must be above 0 and at most 1 (the whole text)")
-
-
-def describe(error: BaseException) -> str:
-    """An error's type and text, in one line; of the first in a chain, since fsspec says "not found" for most others."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def download_corpus(path: Path, url: str = CORPUS_URL, sha256: str = CORPUS_SHA256) -> None:
-    """Download a text to `path`, which appears complete and verified, or not at all.
-
-    Args:
-        path: the local file to create.
-        url: any fsspec URL.
-        sha256: the hexadecimal digest that the bytes must have.
-
-    Raises:
-        OSError: the download failed, was cut off, or does not have the digest.
-    """
-    options = {}
-    if url.startswith("http"):
-        import aiohttp  # what fsspec's http extra brings
-
-        # A firewall that drops packets answers never: give up after 10 silent seconds. Proxies come from the system.
-        timeout = aiohttp.ClientTimeout(total=300, sock_connect=10, sock_read=10)
-        options = {"client_kwargs": {"timeout": timeout, "trust_env": True}}
-    try:
-        with fsspec.open(url, "rb", **options) as source:
-            content = source.read()
-    except Exception as error:  # each of fsspec's backends raises errors of its own
-        raise OSError(f"{url}: {describe(error)}") from error
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != sha256:
-        raise OSError(f"{url}: got {len(content)} bytes with SHA-256 {digest}, expected {sha256}")
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside its target and then renamed: a reader sees no file or the whole file, however many write at once.
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read_text(path: str) -> str:
-    """Read a whole text from any fsspec URL; `.gz` and other compressions are recognised by the name.
-
-    A byte-order mark is dropped and Windows line ends become newlines: neither is part of what the author wrote.
-
-    Raises:
-        ValueError: the text can't be read, is empty, or is not UTF-8 (with the offset of the first bad byte).
-    """
-    try:
-        with fsspec.open(path, "rb", compression="infer") as file:
-            content = file.read()
-    except Exception as error:  # each of fsspec's backends raises errors of its own
-        raise ValueError(
-            f"data_config.path={path} can't be read ({describe(error)}); "
-            "give a UTF-8 text file, or any fsspec URL of one"
-        ) from error
-    try:
-        text: str = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"data_config.path={path} is not UTF-8: byte {content[error.start]:#04x} at offset {error.start}; "
-            "convert it, for example with iconv -t utf-8"
-        ) from error
-    del content
-    if "\r" in text:
-        text = text.replace("\r\n", "\n").replace("\r", "\n")
-    text = text.removeprefix("\ufeff")
-    if not text:
-        raise ValueError(f"data_config.path={path} is empty: there is nothing to train on")
-    return text
-
-
-def code_points(text: str) -> Iterator[np.ndarray]:
-    """Yield the Unicode code points of a text, uint8 or uint32, in chunks, by numpy, not by a loop over characters."""
-    for start in range(0, len(text), CHUNK):
-        chunk = text[start : start + CHUNK]
-        if chunk.isascii():  # known without looking, and a plain copy: a third of the time of what follows
-            yield np.frombuffer(chunk.encode("ascii"), dtype=np.uint8)
-        else:
-            # "surrogatepass": a prompt from a command line can hold half characters; unknown, but no error here.
-            yield np.frombuffer(chunk.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-
 
 class CharVocabulary:
-    """The characters that a model knows, sorted; a character's code is its index.
+    """The characters that a model knows, sorted; a character's code is its index in that order.
 
     Args:
-        characters: each known character once, sorted; `CharVocabulary.of` collects them from a text. This string is
-            all that a snapshot needs to store.
+        characters: each known character once, sorted. `CharVocabulary.of` collects them from a text. A snapshot
+            stores this string, and needs nothing else to rebuild the vocabulary.
     """
 
     def __init__(self, characters: str):
         self.characters = characters
-        points = np.array([ord(c) for c in characters], dtype=np.int64)
-        self._first = ord(characters[0]) if characters else -1
-        # The smallest unsigned type that holds every code: one byte a character for most texts.
-        self.dtype = np.min_scalar_type(max(len(characters) - 1, 0))
-        # Unknown characters get 0, the code of the first one; the last entry stands for all beyond the table.
+        self.dtype = np.min_scalar_type(max(len(characters) - 1, 0))  # one byte a character for most texts
+        points = np.array([ord(c) for c in characters], dtype=np.int64)  # (V,), Unicode's numbers of the characters
+        # The code of every Unicode number up to the highest known one. The last entry stands for all beyond it.
         self._code_of_point = np.zeros(int(points.max(initial=-1)) + 2, dtype=self.dtype)
         self._code_of_point[points] = np.arange(len(points), dtype=self.dtype)
 
     @classmethod
     def of(cls, text: str) -> "CharVocabulary":
         """Collect the vocabulary of a text."""
-        seen = np.zeros(0x110000, dtype=bool)  # one flag for each code point of Unicode
+        seen = np.zeros(0x110000, dtype=bool)  # one flag for each Unicode number
         for points in code_points(text):
-            if not seen.take(points).all():  # reading takes a third of the time of writing, and news are rare
+            if not seen.take(points).all():  # looking costs a third of setting, and few chunks have a new character
                 seen[points] = True
         return cls("".join(map(chr, np.flatnonzero(seen))))
 
     def __len__(self) -> int:
         return len(self.characters)
 
-    @property
-    def start(self) -> str:
-        """What a text without a prompt begins after: a line's end, or any character where the text had no lines."""
-        return "\n" if "\n" in self.characters else self.characters[0]
-
-    def encode_array(self, text: str) -> np.ndarray:
-        """Encode a text into the smallest unsigned type: (N,). Raises ValueError that names unknown characters."""
-        codes = np.empty(len(text), dtype=self.dtype)
-        start = 0
-        for points in code_points(text):
-            chunk = codes[start : start + len(points)]
-            # clip: points beyond the table take its last entry. This also writes straight into codes, without a copy.
-            self._code_of_point.take(points, out=chunk, mode="clip")
-            if ((chunk == 0) != (points == self._first)).any():  # 0 is the code of the first character alone
-                unknown = sorted(set(text) - set(self.characters))
-                raise ValueError(
-                    f"unknown characters {''.join(unknown)!r}; the vocabulary has these {len(self)}: "
-                    f"{self.characters!r}"
-                )
-            start += len(points)
-        return codes
-
     def encode(self, text: str) -> Tensor:
         """Encode a text: int64 (N,). Raises ValueError that names the characters that are not in the vocabulary."""
         return torch.from_numpy(self.encode_array(text).astype(np.int64))
 
+    def encode_array(self, text: str) -> np.ndarray:
+        """Like `encode`, but an array of the smallest unsigned type: (N,)."""
+        codes = np.empty(len(text), dtype=self.dtype)
+        start = 0
+        for points in code_points(text):
+            chunk = codes[start : start + len(points)]
+            # "clip" sends numbers beyond the table to its last entry, and lets numpy write straight into `codes`.
+            self._code_of_point.take(points, out=chunk, mode="clip")
+            check_known(self, text, points, chunk)
+            start += len(points)
+        return codes
+
     def decode(self, codes: Tensor) -> str:
         """The text of codes (N,), the inverse of `encode`."""
         return "".join(self.characters[code] for code in codes.tolist())
+
+    @property
+    def start(self) -> str:
+        """What a text without a prompt begins after: a newline, or any character where the text had no lines."""
+        return "\n" if "\n" in self.characters else self.characters[0]
+
+
+@dataclass
+class DataConfig:
+    """`data_config` of `gpt2_train_cfg.yaml`, which explains each key."""
+
+    path: str = "data/input.txt"
+    block_size: int = 128
+    train_split: float = 0.9
+    truncate: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_data_config(self)
 
 
 def split_codes(codes: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -207,15 +99,10 @@ def split_codes(codes: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.n
     """
     codes = codes[: int(len(codes) * config.truncate)]
     cut = int(len(codes) * config.train_split)
-    parts = codes[:cut], codes[cut:]
-    for name, part in zip(("training", "evaluation"), parts, strict=True):
-        if len(part) < config.block_size + 1:
-            raise ValueError(
-                f"data_config.path={config.path}: the {name} part of the text has {len(part)} characters, and "
-                f"block_size={config.block_size} needs at least {config.block_size + 1}; "
-                "give a longer text or a smaller data_config.block_size"
-            )
-    return parts
+    train_codes, eval_codes = codes[:cut], codes[cut:]
+    check_length("training", train_codes, config)
+    check_length("evaluation", eval_codes, config)
+    return train_codes, eval_codes
 
 
 class CharDataset(Dataset):
@@ -275,16 +162,11 @@ class WindowSampler(DistributedSampler):
 
     def __init__(self, dataset: CharDataset, batch_size: int, num_replicas: int, rank: int, seed: int):
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
-        self.batch_size = batch_size
+        self.batch_size, self.block_size = batch_size, dataset.block_size
         self.first_step = 0
         self.targets = len(dataset.codes) - 1
-        self.steps_per_epoch = self.targets // (batch_size * dataset.block_size)
-        if self.steps_per_epoch == 0:
-            raise ValueError(
-                f"the training text has {self.targets + 1} characters, and one step of batch_size={batch_size} windows "
-                f"of block_size={dataset.block_size} needs {batch_size * dataset.block_size + 1}; "
-                "lower trainer_config.batch_size, or give a longer text"
-            )
+        self.steps_per_epoch = self.targets // (batch_size * self.block_size)
+        check_one_step(self)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Choose the epoch of the next iteration, and the step in it to begin at (after a restart)."""
@@ -295,7 +177,7 @@ class WindowSampler(DistributedSampler):
         return (self.steps_per_epoch - self.first_step) * self.batch_size // self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        T, B = self.dataset.block_size, self.batch_size  # type: ignore[attr-defined]
+        T, B = self.block_size, self.batch_size
         random = np.random.default_rng([self.seed, self.epoch])
         slack = self.targets - self.steps_per_epoch * B * T  # targets that can't be in a full step of this epoch
         phase = random.integers(min(T, slack + 1))
@@ -326,3 +208,63 @@ def evaluation_batches(
         x = torch.from_numpy(codes[positions].astype(np.int64))  # (B, T)
         y = torch.from_numpy(np.where(is_inside, codes[positions + 1], np.int64(-1)))  # (B, T)
         yield x, y
+
+
+# ---------------------------------------------------------------------- armour: large texts, odd texts, wrong settings
+
+CHUNK = 1 << 18  # characters encoded at a time: the intermediate arrays stay in the processor's cache
+
+
+def code_points(text: str) -> Iterator[np.ndarray]:
+    """Yield the Unicode numbers of a text in chunks, uint8 or uint32, without a Python loop over its characters."""
+    for start in range(0, len(text), CHUNK):
+        chunk = text[start : start + CHUNK]
+        if chunk.isascii():  # Python knows this without looking, and the copy is plain: a third of the time below
+            yield np.frombuffer(chunk.encode("ascii"), dtype=np.uint8)
+        else:
+            # "surrogatepass": a prompt from a command line can hold half a character. It is unknown, and no crash.
+            yield np.frombuffer(chunk.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+
+
+def check_known(vocabulary: CharVocabulary, text: str, points: np.ndarray, codes: np.ndarray) -> None:
+    """Raise ValueError, which names the unknown characters of the text, if one is among these.
+
+    The look-up table answers 0 for an unknown character. 0 is also the code of the first known one, and of no other.
+    """
+    first = ord(vocabulary.characters[0]) if vocabulary.characters else -1
+    if ((codes == 0) != (points == first)).any():
+        unknown = sorted(set(text) - set(vocabulary.characters))
+        raise ValueError(
+            f"unknown characters {''.join(unknown)!r}; the vocabulary has these {len(vocabulary)}: "
+            f"{vocabulary.characters!r}"
+        )
+
+
+def check_length(name: str, part: np.ndarray, config: DataConfig) -> None:
+    """Raise ValueError where a part of the text is too short for one window and its last target."""
+    if len(part) < config.block_size + 1:
+        raise ValueError(
+            f"data_config.path={config.path}: the {name} part of the text has {len(part)} characters, and "
+            f"block_size={config.block_size} needs at least {config.block_size + 1}; "
+            "give a longer text or a smaller data_config.block_size"
+        )
+
+
+def check_one_step(sampler: WindowSampler) -> None:
+    """Raise ValueError where the training text is too short for one optimizer step."""
+    if sampler.steps_per_epoch == 0:
+        B, T = sampler.batch_size, sampler.block_size
+        raise ValueError(
+            f"the training text has {sampler.targets + 1} characters, and one step of batch_size={B} windows "
+            f"of block_size={T} needs {B * T + 1}; lower trainer_config.batch_size, or give a longer text"
+        )
+
+
+def check_data_config(config: DataConfig) -> None:
+    """Raise ValueError where a value is outside its range."""
+    if config.block_size < 1:
+        raise ValueError(f"data_config.block_size={config.block_size}: must be at least 1 character")
+    if not 0.0 < config.train_split < 1.0:
+        raise ValueError(f"data_config.train_split={config.train_split}: must lie between 0 and 1, both excluded")
+    if not 0.0 < config.truncate <= 1.0:
+        raise ValueError(f"data_config.truncate={config.truncate}: must be above 0 and at most 1 (the whole text)")

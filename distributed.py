@@ -1,7 +1,7 @@
 """Who am I among the ranks: set-up, tear-down, and the few collectives that the trainer needs.
 
-Fourth module of the reading order; after it come `snapshot.py` and `trainer.py`. It alone reads the environment that
-a launcher sets. There is one path: a run without a launcher is a world of one rank.
+Sixth module of the reading order, after `trainer.py`; `snapshot.py` comes next. It alone reads the environment that a
+launcher sets. There is one path: a run without a launcher is a world of one rank.
 """
 
 import itertools
@@ -19,9 +19,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-
-_launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # seen early: it may die while we start
-_groups = itertools.count()  # numbers the process groups of this process
 
 
 @dataclass(frozen=True)
@@ -48,25 +45,6 @@ class Ranks:
         return self.rank == 0
 
 
-def choose_device(local_rank: int, wish: str = "auto") -> torch.device:
-    """This rank's own accelerator (CUDA, XPU, MPS, ...); the CPU where there is none, or where the wish is "cpu".
-
-    Raises:
-        ValueError: the node has accelerators, but fewer than ranks.
-    """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or wish == "cpu":
-        return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    if local_rank >= count:
-        raise ValueError(
-            f"local rank {local_rank} has no device of its own: this node has {count} of type {accelerator.type}; "
-            f"start at most {count} processes on it, for example with --nproc_per_node=gpu"
-        )
-    torch.accelerator.set_device_index(local_rank)
-    return torch.device(accelerator.type, local_rank)
-
-
 @contextmanager
 def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator[Ranks]:
     """Join the other ranks for the length of a with-block.
@@ -86,16 +64,9 @@ def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator
     local_rank, restarts = int(os.environ["LOCAL_RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     device = choose_device(local_rank, device_wish)
     timeout = timedelta(minutes=timeout_minutes)
-
-    # After a restart, a store that torchrun keeps still holds the addresses of the workers that died, and half of all
-    # restarts fail with "connection refused". A prefix for each attempt (and each run of a sweep) keeps them apart.
-    # Between nodes the counts can differ; there torchrun is told to make a new store each time: see the README.
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.PrefixStore(f"attempt-{restarts}-{next(_groups)}", store)  # type: ignore[attr-defined]
-
+    store, rank, world_size = meet_the_others(timeout, restarts)
     # Numbers on the CPU (losses, decisions) travel by gloo, gradients by the device's own backend. One rank alone has
-    # no gradients to share; so has a Mac, which is a world of one.
+    # no gradients to share; nor has a Mac, whose GPU serves one process only.
     shares_gradients = world_size > 1 and device.type not in ("cpu", "mps")
     backend = "gloo"
     if shares_gradients:
@@ -112,16 +83,78 @@ def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator
     dist.destroy_process_group()  # not after an error: it may wait for ranks that are waiting for this one
 
 
-def leave(code: int) -> NoReturn:
-    """End this process with an exit code, and without Python's own clean-up.
+def choose_device(local_rank: int, wish: str = "auto") -> torch.device:
+    """This rank's own accelerator (CUDA, XPU, MPS, ...); the CPU where there is none, or where the wish is "cpu".
 
-    gloo's threads outlive `destroy_process_group` where DDP has used them, and when Python clears away the tensors
-    that they still hold, it sometimes aborts: a run that succeeded would end with SIGABRT, and be restarted.
+    Raises:
+        ValueError: the node has accelerators, but fewer than ranks.
     """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or wish == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"local rank {local_rank} has no device of its own: this node has {count} of type {accelerator.type}; "
+            f"start at most {count} processes on it, for example with --nproc_per_node=gpu"
+        )
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(accelerator.type, local_rank)
+
+
+def all_reduce_max(values: list[int]) -> list[int]:
+    """Each value's maximum over all ranks, on every rank: how ranks agree on something that any of them noticed."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def all_reduce_sum(values: list[float]) -> list[float]:
+    """Each value's sum over all ranks, in float64, on every rank."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def gather_on_main(values: list[float], ranks: Ranks) -> list[list[float]]:
+    """The values of every rank, in order of ranks, on rank 0; an empty list on the others."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    gathered = [torch.empty_like(tensor) for _ in range(ranks.world_size)] if ranks.is_main else None
+    dist.gather(tensor, gathered, dst=0)
+    return [t.tolist() for t in gathered or []]
+
+
+def all_gather(value: Any) -> list[Any]:
+    """The values of all ranks, in order of ranks, on every rank; any objects that pickle knows."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_from_main(value: Any) -> Any:
+    """Rank 0's value, on every rank; any object that pickle knows."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+# ------------------------------------------------------------------ armour: restarts, signals, lost ranks, endings
+
+_launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # seen early: it may die while we start
+_groups = itertools.count()  # numbers the process groups of this process
+
+
+def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int]:
+    """The rendezvous: (store through which the ranks find each other, rank, world size).
+
+    After a restart, a store that torchrun keeps still holds the addresses of the workers that died, and half of all
+    restarts fail with "connection refused". A prefix for each attempt (and each run of a sweep) keeps them apart.
+    Between nodes the counts can differ; there torchrun is told to make a new store each time: see docs/faults.md.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(f"attempt-{restarts}-{next(_groups)}", store)  # type: ignore[attr-defined]
+    return store, rank, world_size
 
 
 class StopRequest:
@@ -168,37 +201,13 @@ def ignore_signals(worker_id: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def all_reduce_max(values: list[int]) -> list[int]:
-    """Each value's maximum over all ranks, on every rank: how ranks agree on something that any of them noticed."""
-    tensor = torch.tensor(values, dtype=torch.int64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor.tolist()
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code, and without Python's own clean-up.
 
-
-def all_reduce_sum(values: list[float]) -> list[float]:
-    """Each value's sum over all ranks, in float64, on every rank."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor)
-    return tensor.tolist()
-
-
-def gather_on_main(values: list[float], ranks: Ranks) -> list[list[float]]:
-    """The values of every rank, in order of ranks, on rank 0; an empty list on the others."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    gathered = [torch.empty_like(tensor) for _ in range(ranks.world_size)] if ranks.is_main else None
-    dist.gather(tensor, gathered, dst=0)
-    return [t.tolist() for t in gathered or []]
-
-
-def all_gather(value: Any) -> list[Any]:
-    """The values of all ranks, in order of ranks, on every rank; any objects that pickle knows."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def broadcast_from_main(value: Any) -> Any:
-    """Rank 0's value, on every rank; any object that pickle knows."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
+    gloo's threads outlive `destroy_process_group` where DDP has used them, and when Python clears away the tensors
+    that they still hold, it sometimes aborts: a run that succeeded would end with SIGABRT, and be restarted.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

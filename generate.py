@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from char_dataset import CharVocabulary
-from model import GPT, GPTConfig, check_sampling
+from model import GPT, GPTConfig
+from sampling import check_sampling
 from snapshot import DamagedSnapshotError, best_url, load_snapshot, previous_url
 
 DEFAULT_SNAPSHOT = str(Path(__file__).resolve().parent / "runs" / "shakespeare" / "gpt_snapshot.pt")

@@ -1,14 +1,13 @@
 """Entry point: configuration -> process group -> Trainer.
 
-Eighth module of the reading order; only this one knows Hydra. Start it with `torchrun --standalone main.py`, with
-`--nproc_per_node=N` for several processes, or without torchrun as `python main.py`.
+Ninth module of the reading order; only this one knows Hydra. Start it as `python main.py`, or with
+`torchrun --standalone --nproc_per_node=N main.py` for several processes.
 """
 
 import contextlib
 import logging
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,70 +20,134 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from char_dataset import CharVocabulary, DataConfig, download_corpus, read_text, split_codes
+from char_dataset import CharVocabulary, DataConfig, split_codes
+from config import Config
+from corpus import BUNDLED_TEXT, download_corpus, read_text
 from distributed import Ranks, all_gather, broadcast_from_main, leave, leave_if_lost, process_group
-from model import GPT, ArchitectureConfig, GPTConfig
-from optimizer import OptimizerConfig
-from report import ConsoleHandler
-from snapshot import Snapshot, load_newest, load_snapshot, lock
-from trainer import RunError, Trainer, TrainerConfig
+from model import GPT, GPTConfig
+from report import help_text, set_up_logging
+from snapshot import Snapshot, differences, load_base, lock
+from trainer import RunError, Trainer
 
 log = logging.getLogger(__name__)
 
 PROJECT = Path(__file__).resolve().parent
-BUNDLED_TEXT = PROJECT / "data" / "sample.txt"
 
-
-@dataclass
-class Config:
-    """The schema of `gpt2_train_cfg.yaml`: Hydra refuses a key or a type that is not in these dataclasses."""
-
-    data_config: DataConfig = field(default_factory=DataConfig)
-    gpt_config: ArchitectureConfig = field(default_factory=lambda: ArchitectureConfig(model_type="gpt-nano"))
-    optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
-    trainer_config: TrainerConfig = field(default_factory=TrainerConfig)
-
-
-ConfigStore.instance().store(name="base", node=Config)
+ConfigStore.instance().store(name="base", node=Config)  # the schema: Hydra refuses a key or a type that is not in it
 for recipe in sorted((PROJECT / "recipes").glob("*.yaml")):  # `+recipe=NAME` lays recipes/NAME.yaml over the defaults
     ConfigStore.instance().store(group="recipe", name=recipe.stem, node=OmegaConf.load(recipe), package="_global_")
 # The default run directory and the default text lie in the project, wherever the command is typed.
 OmegaConf.register_new_resolver("project", lambda path: str(PROJECT / path))
-OmegaConf.register_new_resolver("help", lambda: help_text())
+OmegaConf.register_new_resolver("help", lambda: help_text(PROJECT))
 OmegaConf.register_new_resolver("name", lambda overrides: overrides.replace("/", "_")[:200])  # of a directory
 
 RESULTS: list[tuple[float, str]] = []  # (best evaluation loss, run directory) of each run: a sweep has several
 
 
-def help_text() -> str:
-    """What --help prints: the configuration file with its comments, and the recipes with their first lines."""
-    keys = (PROJECT / "gpt2_train_cfg.yaml").read_text(encoding="utf-8")
-    keys = keys[keys.index("data_config:") : keys.index("hydra:")]
-    recipes = [
-        f"  +recipe={path.stem:12} {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}"
-        for path in sorted((PROJECT / "recipes").glob("*.yaml"))
-    ]
-    more = [
-        "hydra.run.dir=DIR: the run directory; it holds the snapshots, the curves and main.log",
-        "-m: values separated by commas are tried in turn, and compared",
-        "--cfg job: print what the configuration comes to, and end",
-    ]
-    return "\n".join(["Keys (set any of them as group.key=value):", "", keys, *more, "", "Recipes:", "", *recipes])
+def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_config: Any) -> Trainer:
+    """Make the text, the model and what trains it.
 
+    Raises:
+        ValueError: something about the configuration or the text is wrong, and the message says what.
+    """
+    settings = config.trainer_config
+    settings.sequences_per_forward(ranks.world_size)  # raises before a large text is read
+    snapshot_path = settings.snapshot_path or str(Path(run_dir) / "gpt_snapshot.pt")
+    base: Snapshot | None = None  # the model to fine-tune, read by one rank for all
+    if settings.init_from is not None and ranks.is_main:
+        base = load_base(settings.init_from, snapshot_path, may_resume=settings.resume or ranks.is_restart)
+    base = broadcast_from_main(base)
 
-def set_up_logging(ranks: Ranks, run_dir: str, to_file: bool) -> None:
-    """Rank 0 reports on the console and in main.log; the others speak up only when something is wrong."""
-    handlers: list[logging.Handler] = [ConsoleHandler(logging.INFO)]
-    if ranks.is_main and to_file:
-        handlers.append(logging.FileHandler(Path(run_dir) / "main.log", encoding="utf-8", delay=True))
-    name = "" if ranks.world_size == 1 or ranks.is_main else f"[rank {ranks.rank}] "
-    logging.basicConfig(
-        level=logging.INFO if ranks.is_main else logging.WARNING,
-        format=f"%(asctime)s {name}%(message)s",
-        datefmt="%H:%M:%S",
-        handlers=handlers,
-        force=True,
+    text = read_text(path)
+    vocabulary = CharVocabulary(base["vocabulary"]) if base else CharVocabulary.of(text)
+    try:
+        codes = vocabulary.encode_array(text)
+    except ValueError as error:  # can't happen without a base
+        raise ValueError(
+            f"the model of trainer_config.init_from can't read {path}: {error}; replace these characters in the text"
+        ) from error
+    train_codes, eval_codes = split_codes(codes, config.data_config)
+
+    torch.manual_seed(settings.seed)  # the same on every rank: they start as one model
+    sizes = vars(config.gpt_config)
+    model = GPT(GPTConfig(**sizes, vocab_size=len(vocabulary), block_size=config.data_config.block_size))
+    if base:
+        start_from(model, base)
+    return Trainer(
+        *(settings, config.optimizer_config, model, vocabulary, train_codes, eval_codes),
+        *(ranks, run_dir, snapshot_path, full_config),
     )
+
+
+@hydra.main(version_base="1.3", config_path=str(PROJECT), config_name="gpt2_train_cfg")
+@record  # inside Hydra's wrapper: the other way round, torchrun would not learn of a failure's traceback
+def train(cfg: DictConfig) -> None:
+    """Train as the configuration says."""
+    run_dir = HydraConfig.get().runtime.output_dir
+    group, is_ours, dry_run = contextlib.ExitStack(), False, False
+    try:
+        values: Any = OmegaConf.to_container(cfg, resolve=True)
+        # Into the schema once more: a key added with "+" has got past Hydra.
+        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+        ranks = group.enter_context(process_group(config.trainer_config.timeout_minutes, config.trainer_config.device))
+        dry_run = config.trainer_config.dry_run
+        writes = ranks.is_main and not dry_run
+        if writes:
+            lock(run_dir)
+            is_ours = True
+        prefix = "" if ranks.is_main else f"[rank {ranks.rank}] "
+        set_up_logging(ranks.is_main, prefix, Path(run_dir) / "main.log" if writes else None)
+        # A few operations on GPUs add up in an order that varies; torch then takes others, or says that it has none.
+        if config.trainer_config.deterministic != torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(config.trainer_config.deterministic)
+        path, why_bundled = find_text(config.data_config.path, ranks)
+        trainer = build_trainer(config, path, ranks, run_dir, values)
+        trainer.resume()
+        if writes:
+            OmegaConf.save(cfg, Path(run_dir) / "config.yaml", resolve=True)
+    except (ValueError, OSError, OmegaConfBaseException) as error:  # what a user can mend; in `fit` it would be a bug
+        remove_if_empty(run_dir, is_ours)
+        fail(error)
+    except RuntimeError as error:
+        leave_if_lost(error)
+        raise
+    with group:
+        fit(trainer)
+        if dry_run:
+            remove_if_empty(run_dir, is_ours)
+    RESULTS.append((trainer.state.best_eval_loss, run_dir))
+    if why_bundled and ranks.is_main:
+        warn_bundled(why_bundled)
+    if trainer.state.stop_signal:
+        sys.exit(
+            128 + trainer.state.stop_signal
+        )  # as if the signal had killed it: a scheduler must not think it's done
+
+
+def main() -> None:
+    """`train`, with Hydra's own complaints (an unknown key, a wrong type) in one line as well."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hand errors on to us, and tracebacks of bugs uncut to the user
+    code: Any = 0
+    try:
+        train()
+    except SystemExit as request:
+        code = request.code
+    except KeyboardInterrupt:  # before the training: there is nothing to save
+        code = 130
+    except (HydraException, OmegaConfBaseException) as error:
+        lines = [str(e).splitlines()[0].rstrip(".") for e in (error, error.__cause__) if e is not None]
+        code = f"error: {': '.join(lines)}; gpt2_train_cfg.yaml explains all keys and their values"
+    if isinstance(code, str):
+        sys.stderr.write(f"{code}\n")  # in one piece: print writes two, and another rank's line could come between
+        code = 1
+    if len(RESULTS) > 1:
+        print("\nthe runs of this sweep, best first:", file=sys.stderr)
+        for loss, run_dir in sorted(RESULTS):
+            print(f"  evaluation loss {loss:.4f}  {run_dir}", file=sys.stderr)
+    leave(code or 0)
+
+
+# -------------------------------------------------------------------------- armour: no text, a base model, failing runs
 
 
 def find_text(path: str, ranks: Ranks) -> tuple[str, str]:
@@ -118,86 +181,35 @@ def warn_bundled(reason: str) -> None:
     )
 
 
-def load_base(config: TrainerConfig, own_path: str, ranks: Ranks) -> Snapshot | None:
-    """The model to fine-tune and its vocabulary, read by one rank for all; None: there is none.
-
-    A run that goes on has them in its own snapshot: the one that it began with may be gone by then.
-
-    Raises:
-        ValueError, OSError: there is no usable snapshot.
-    """
-    if config.init_from is None:
-        return None
-    base: Snapshot | None = None
-    if ranks.is_main:
-        if config.resume or ranks.is_restart:
-            base = load_newest(own_path)
-        try:
-            if base is None:
-                base = load_snapshot(config.init_from)
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"trainer_config.init_from={config.init_from}: there is no snapshot; train that model first, or name "
-                "another"
-            ) from error
-        base = {key: base[key] for key in ("model_config", "vocabulary", "model")}
-    return broadcast_from_main(base)
-
-
 def start_from(model: GPT, base: Snapshot) -> None:
     """Give a new model the weights of another run's; its optimizer, its step and its data order start afresh.
 
     Raises:
         ValueError: the sizes differ. Dropout may differ: it is no part of the weights.
     """
-    there, here = base["model_config"], vars(model.config)
-    sizes = [key for key in there if not key.endswith("pdrop") and there[key] != here[key]]
+    differing = differences(base["model_config"], vars(model.config))
+    sizes = [f"{key} is {there} there and {here} here" for key, there, here in differing if not key.endswith("pdrop")]
     if sizes:
-        differences = ", ".join(f"{key} is {there[key]} there and {here[key]} here" for key in sizes)
         raise ValueError(
-            f"the model of trainer_config.init_from has another shape: {differences}; set gpt_config and "
+            f"the model of trainer_config.init_from has another shape: {', '.join(sizes)}; set gpt_config and "
             "data_config.block_size as they are there"
         )
     model.load_state_dict(base["model"])
 
 
-def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_config: Any) -> Trainer:
-    """Make the text, the model and what trains it.
-
-    Raises:
-        ValueError: something about the configuration or the text is wrong, and the message says what.
-    """
-    config.trainer_config.sequences_per_forward(ranks.world_size)  # raises before a large text is read
-    snapshot_path = config.trainer_config.snapshot_path or str(Path(run_dir) / "gpt_snapshot.pt")
-    base = load_base(config.trainer_config, snapshot_path, ranks)
-    text = read_text(path)
-    vocabulary = CharVocabulary(base["vocabulary"]) if base else CharVocabulary.of(text)
+def fit(trainer: Trainer) -> None:
+    """Train; what ends the run before its time is told in one line."""
     try:
-        codes = vocabulary.encode_array(text)
-    except ValueError as error:  # can't happen without a base
-        raise ValueError(
-            f"the model of trainer_config.init_from can't read {path}: {error}; replace these characters in the text"
-        ) from error
-    train_codes, eval_codes = split_codes(codes, config.data_config)
-
-    torch.manual_seed(config.trainer_config.seed)  # the same on every rank: they start as one model
-    model = GPT(
-        GPTConfig(**vars(config.gpt_config), vocab_size=len(vocabulary), block_size=config.data_config.block_size)
-    )
-    if base:
-        start_from(model, base)
-    return Trainer(
-        config.trainer_config,
-        config.optimizer_config,
-        model,
-        vocabulary,
-        train_codes,
-        eval_codes,
-        ranks,
-        run_dir,
-        snapshot_path,
-        full_config=full_config,
-    )
+        trainer.fit()
+    except RunError as error:
+        fail(error) if trainer.ranks.is_main else sys.exit(1)  # rank 0 speaks for all
+    except torch.OutOfMemoryError as error:
+        fail(ValueError(f"out of memory on {trainer.ranks.device}: lower trainer_config.micro_batch_size ({error})"))
+    except RuntimeError as error:
+        leave_if_lost(error)
+        raise
+    finally:
+        trainer.reporter.close()
 
 
 def fail(error: Exception) -> NoReturn:
@@ -212,80 +224,6 @@ def remove_if_empty(run_dir: str, is_ours: bool) -> None:
         if not is_ours:
             lock(run_dir)
         os.rmdir(run_dir)
-
-
-@hydra.main(version_base="1.3", config_path=str(PROJECT), config_name="gpt2_train_cfg")
-@record  # inside Hydra's wrapper: the other way round, torchrun would not learn of a failure's traceback
-def train(cfg: DictConfig) -> None:
-    """Train as the configuration says."""
-    run_dir = HydraConfig.get().runtime.output_dir
-    group, is_ours, dry_run = contextlib.ExitStack(), False, False
-    try:
-        values: Any = OmegaConf.to_container(cfg, resolve=True)
-        # Into the schema once more: a key added with "+" has got past Hydra.
-        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
-        ranks = group.enter_context(process_group(config.trainer_config.timeout_minutes, config.trainer_config.device))
-        dry_run = config.trainer_config.dry_run
-        if ranks.is_main and not dry_run:
-            lock(run_dir)
-            is_ours = True
-        set_up_logging(ranks, run_dir, to_file=not dry_run)
-        # A few operations on GPUs add up in an order that varies; torch then takes others, or says that it has none.
-        if config.trainer_config.deterministic != torch.are_deterministic_algorithms_enabled():
-            torch.use_deterministic_algorithms(config.trainer_config.deterministic)
-        path, why_bundled = find_text(config.data_config.path, ranks)
-        trainer = build_trainer(config, path, ranks, run_dir, values)
-        trainer.resume()
-        if ranks.is_main and not dry_run:
-            OmegaConf.save(cfg, Path(run_dir) / "config.yaml", resolve=True)
-    except (ValueError, OSError, OmegaConfBaseException) as error:  # the user's to mend; in `fit`, it would be a bug
-        remove_if_empty(run_dir, is_ours)
-        fail(error)
-    except RuntimeError as error:
-        leave_if_lost(error)
-        raise
-    with group:
-        try:
-            trainer.fit()
-        except RunError as error:
-            fail(error) if ranks.is_main else sys.exit(1)  # rank 0 speaks for all
-        except torch.OutOfMemoryError as error:
-            fail(ValueError(f"out of memory on {ranks.device}: lower trainer_config.micro_batch_size ({error})"))
-        except RuntimeError as error:
-            leave_if_lost(error)
-            raise
-        finally:
-            trainer.reporter.close()
-            if dry_run:
-                remove_if_empty(run_dir, is_ours)
-    RESULTS.append((trainer.best_eval_loss, run_dir))
-    if why_bundled and ranks.is_main:
-        warn_bundled(why_bundled)
-    if trainer.stop_signal:
-        sys.exit(128 + trainer.stop_signal)  # as if the signal had killed it: a scheduler must not think it is done
-
-
-def main() -> None:
-    """`train`, with Hydra's own complaints (an unknown key, a wrong type) in one line as well."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hand errors on to us, and tracebacks of bugs uncut to the user
-    code: Any = 0
-    try:
-        train()
-    except SystemExit as request:
-        code = request.code
-    except KeyboardInterrupt:  # before the training: there is nothing to save
-        code = 130
-    except (HydraException, OmegaConfBaseException) as error:
-        lines = [str(e).splitlines()[0].rstrip(".") for e in (error, error.__cause__) if e is not None]
-        code = f"error: {': '.join(lines)}; gpt2_train_cfg.yaml explains all keys and their values"
-    if isinstance(code, str):
-        sys.stderr.write(f"{code}\n")  # in one piece: print writes two, and another rank's line could come between
-        code = 1
-    if len(RESULTS) > 1:
-        print("\nthe runs of this sweep, best first:", file=sys.stderr)
-        for loss, run_dir in sorted(RESULTS):
-            print(f"  evaluation loss {loss:.4f}  {run_dir}", file=sys.stderr)
-    leave(code or 0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The GPT: a decoder-only transformer with GPT-2's block structure, written bottom-up.
 
-Second module of the reading order, after `char_dataset.py` (which makes its input) and before `optimizer.py` (which
-changes its weights). It imports nothing of the project.
+Second module of the reading order, after `char_dataset.py`, which makes its input. `sampling.py` comes next: it turns
+the logits that this one returns into a token.
 
 Legend of the shapes in the comments:
 
@@ -14,100 +14,48 @@ Legend of the shapes in the comments:
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
 
-# name: (n_layer, n_head, n_embd), as published with GPT, GPT-2 and Gopher; the three small ones are minGPT's.
-MODEL_TYPES = {
-    "openai-gpt": (12, 12, 768),  # 117 M parameters
-    "gpt2": (12, 12, 768),  # 124 M
-    "gpt2-medium": (24, 16, 1024),  # 350 M
-    "gpt2-large": (36, 20, 1280),  # 774 M
-    "gpt2-xl": (48, 25, 1600),  # 1558 M
-    "gopher-44m": (8, 16, 512),
-    "gpt-mini": (6, 6, 192),
-    "gpt-micro": (4, 4, 128),
-    "gpt-nano": (3, 3, 48),
-}
+from sampling import check_sampling, choose_token
+
+NOT_GIVEN: Any = None  # a default that `resolve_sizes` replaces by a number, or refuses
 
 
 @dataclass(kw_only=True)
-class ArchitectureConfig:
-    """What a user chooses about the model. Units and meaning: `gpt2_train_cfg.yaml`.
+class GPTConfig:
+    """All that is needed to build a GPT.
+
+    Args:
+        vocab_size: V, how many different tokens there are.
+        block_size: the longest sequence that the learned positions cover, in tokens.
+        n_layer, n_head, n_embd: blocks; attention heads in each; width, a multiple of n_head.
+        model_type: a name of MODEL_TYPES, which stands for these three sizes; None where they are given.
+        embd_pdrop, resid_pdrop, attn_pdrop: dropout probabilities, from 0 to below 1: after the embeddings, at the end
+            of each branch, and of attention weights.
+        bias: whether linear layers and norms have biases, as in GPT-2.
 
     Raises:
         ValueError: both or neither of `model_type` and the three sizes are given, or they don't fit together.
     """
 
+    vocab_size: int
+    block_size: int
+    n_layer: int = NOT_GIVEN
+    n_head: int = NOT_GIVEN
+    n_embd: int = NOT_GIVEN
     model_type: str | None = None
-    n_layer: int | None = None
-    n_head: int | None = None
-    n_embd: int | None = None
     embd_pdrop: float = 0.0
     resid_pdrop: float = 0.0
     attn_pdrop: float = 0.0
     bias: bool = True
 
     def __post_init__(self) -> None:
-        sizes = {"n_layer": self.n_layer, "n_head": self.n_head, "n_embd": self.n_embd}
-        if self.model_type is not None:
-            if any(size is not None for size in sizes.values()):
-                raise ValueError(
-                    f"gpt_config: got both model_type={self.model_type} and {sizes}; "
-                    "set either the name or the three sizes, and the other to null"
-                )
-            if self.model_type not in MODEL_TYPES:
-                raise ValueError(f"gpt_config.model_type={self.model_type}: must be null or one of {[*MODEL_TYPES]}")
-            # A name is short for three sizes. With these known it goes, so that GPTConfig(**vars(config)) is valid.
-            self.n_layer, self.n_head, self.n_embd = MODEL_TYPES[self.model_type]
-            self.model_type = None
-        elif None in sizes.values():
-            raise ValueError(f"gpt_config: got no model_type, and {sizes}; set either the name or all three sizes")
-        for name in ("n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"gpt_config.{name}={getattr(self, name)}: must be at least 1")
-        if self.n_embd % self.n_head:  # type: ignore[operator]
-            raise ValueError(
-                f"gpt_config.n_embd={self.n_embd} is not divisible by n_head={self.n_head}: every head gets an equal "
-                "share of the width"
-            )
-        for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"gpt_config.{name}={getattr(self, name)}: a probability from 0 to below 1")
-
-
-@dataclass(kw_only=True)
-class GPTConfig(ArchitectureConfig):
-    """All that is needed to build a GPT: what the user chose, and what the data dictates.
-
-    Args:
-        vocab_size: V, how many different tokens there are.
-        block_size: the longest sequence that the learned positions cover, in tokens.
-    """
-
-    vocab_size: int
-    block_size: int
-    n_layer: int = None  # type: ignore[assignment]  # from here on they are known: see __post_init__
-    n_head: int = None  # type: ignore[assignment]
-    n_embd: int = None  # type: ignore[assignment]
-
-
-def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -> Tensor:
-    """torch's fused attention; on CPUs in float32 even under autocast.
-
-    The backward of torch's CPU attention is four to five times slower in bfloat16 than in float32 (7.1 against 1.7 ms
-    for 12 sequences of 64 tokens, 4 heads of 32), which would eat up all that bfloat16 gains in the projections.
-    """
-    if q.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-        with torch.autocast("cpu", enabled=False):
-            y = F.scaled_dot_product_attention(
-                q.float(), k.float(), v.float(), dropout_p=dropout_p, is_causal=is_causal
-            )
-            return y.to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
+        resolve_sizes(self)
 
 
 class CausalSelfAttention(nn.Module):
@@ -130,7 +78,7 @@ class CausalSelfAttention(nn.Module):
         Args:
             x: (B, T, C).
             cache: keys and values of earlier calls, (2, B, nh, block_size, hs), filled up to `start`; this call adds
-                its own T. None: there are none, and none are kept.
+                its own T. None while training: there are none, and none are kept.
             start: the position of x's first token. If it isn't 0, T must be 1.
 
         Returns:
@@ -153,18 +101,8 @@ class CausalSelfAttention(nn.Module):
         return self.resid_dropout(self.c_proj(y))
 
 
-def gelu(x: Tensor) -> Tensor:
-    """GELU as in GPT-2, x Φ(x) with tanh in place of the normal distribution's Φ; on CPUs under autocast with Φ itself.
-
-    Of torch's kernels for CPUs only that of Φ is fast: 0.8 against 2.2 ms, forward and backward, for a million numbers.
-    The two differ by 0.0005 at most; a trained model's evaluation loss, with the one or the other, by 0.00002.
-    """
-    is_exact = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
-    return F.gelu(x, approximate="none" if is_exact else "tanh")
-
-
 class MLP(nn.Module):
-    """Two linear layers, four times as wide between, that work on each token alone."""
+    """Two linear layers with a GELU between them, four times as wide there; each token is treated on its own."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -179,10 +117,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block: attention moves information between tokens, the MLP digests it; both add to the stream.
+    """One transformer block: attention moves information between tokens, the MLP works on each token alone.
 
-    Pre-norm (Radford et al. 2019): what is normalised is the branch's input, so the residual stream itself runs from
-    the embedding to the head untouched.
+    Both add their result to the residual stream x. Pre-norm (Radford et al. 2019): only what a branch reads is
+    normalised, so the stream itself runs from the embedding to the head untouched.
     """
 
     def __init__(self, config: GPTConfig):
@@ -197,40 +135,6 @@ class Block(nn.Module):
         x = x + self.attn(self.ln_1(x), cache, start)
         x = x + self.mlp(self.ln_2(x))
         return x
-
-
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raise ValueError where a sampling parameter is outside its range."""
-    if not 0.0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature}: must be 0 (greedy) or a positive number")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k}: must be at least 1")
-    if top_p is not None and not 0.0 < top_p <= 1.0:
-        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
-
-
-def choose_token(
-    logits: Tensor,
-    temperature: float,
-    do_sample: bool,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """One token for each row of logits (B, V): int64 (B, 1)."""
-    if not do_sample or temperature < 1e-30:  # such a temperature is 0, and float32 could not divide by it
-        return logits.argmax(dim=-1, keepdim=True)
-    logits = (logits - logits.amax(dim=-1, keepdim=True)).float() / temperature  # the largest is 0: no overflow
-    if top_k is not None:
-        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1), the smallest logit that stays
-        logits = logits.masked_fill(logits < kth, -math.inf)
-    probabilities = logits.softmax(dim=-1)
-    if top_p is not None:
-        # Nucleus sampling (1904.09751): a token stays while the likelier ones together haven't reached top_p.
-        ordered, order = probabilities.sort(dim=-1, descending=True)
-        ordered[ordered.cumsum(dim=-1) - ordered >= top_p] = 0.0
-        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
-    return torch.multinomial(probabilities, num_samples=1, generator=generator)
 
 
 class GPT(nn.Module):
@@ -263,37 +167,6 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def num_parameters(self) -> int:
-        """Trainable numbers; the matrix that embedding and head share counts once."""
-        return sum(p.numel() for p in self.parameters())
-
-    def hidden_states(self, idx: Tensor, cache: Tensor | None = None, start: int = 0) -> Tensor:
-        """All but the head.
-
-        Args:
-            idx: int64 (B, T), the tokens at positions start ... start + T - 1.
-            cache: what `new_cache` made, filled up to `start`; this call fills it up to start + T.
-            start: how many tokens are in the cache.
-
-        Returns:
-            (B, T, C), ready for `lm_head`.
-
-        Raises:
-            ValueError: more than block_size tokens; several tokens on top of a filled cache.
-        """
-        T = idx.size(1)
-        if start + T > self.config.block_size:
-            raise ValueError(
-                f"got {start + T} tokens; the positions are learned up to block_size={self.config.block_size}"
-            )
-        if start > 0 and T > 1:
-            raise ValueError(f"got {T} tokens on top of {start} cached ones: fill an empty cache, or add one token")
-        # (B, T, C); the same positions for every sequence
-        x = self.drop(self.wte(idx) + self.wpe.weight[start : start + T])
-        for layer, block in enumerate(self.h):
-            x = block(x, None if cache is None else cache[layer], start)
-        return self.ln_f(x)
-
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Predict the token after each token.
 
@@ -310,6 +183,30 @@ class GPT(nn.Module):
         # (B * T, V) against (B * T,), in float32 whatever autocast made of the logits: the sum over V needs the digits.
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits, loss
+
+    def hidden_states(self, idx: Tensor, cache: Tensor | None = None, start: int = 0) -> Tensor:
+        """All but the head: int64 (B, T) -> (B, T, C).
+
+        Args:
+            idx: the tokens at positions start ... start + T - 1.
+            cache: None while training; else what `new_cache` made, filled up to `start`. This call adds its own T.
+            start: how many tokens are in the cache.
+
+        Raises:
+            ValueError: more than block_size tokens; several tokens on top of a filled cache.
+        """
+        T = idx.size(1)
+        check_positions(start, T, self.config.block_size)
+        x = self.drop(self.wte(idx) + self.wpe.weight[start : start + T])  # (B, T, C); all sequences' positions alike
+        for layer, block in enumerate(self.h):
+            x = block(x, None if cache is None else cache[layer], start)
+        return self.ln_f(x)
+
+    def num_parameters(self) -> int:
+        """Trainable numbers; the matrix that embedding and head share counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+    # ------------------------------------------------------------------------------------ writing text
 
     def new_cache(self, batch_size: int) -> Tensor:
         """Room for the keys and values of batch_size sequences: (n_layer, 2, B, nh, block_size, hs)."""
@@ -368,17 +265,108 @@ class GPT(nn.Module):
         Args:
             idx: the prompts, int64 (B, T), T at least 1.
             max_new_tokens: how many tokens to add.
-            temperature: divides the logits; below 1 is bolder, above 1 is wilder, 0 always takes the likeliest.
-            do_sample: draw from the distribution; False takes the likeliest token, whatever the other three say.
-            top_k: draw from the k likeliest tokens only; None, or more than V: from all.
-            top_p: draw from the fewest tokens that together have this probability, in (0, 1]; None: from all.
-            generator: the source of randomness; None: torch's global one.
+            temperature, do_sample, top_k, top_p, generator: how each is chosen, see `sampling.choose_token`.
 
         Returns:
             int64 (B, T + max_new_tokens), the prompts included.
 
         Raises:
-            ValueError: an empty prompt, or a sampling parameter outside its range.
+            ValueError: an empty prompt, or a sampling setting outside its range.
         """
         new = self.stream(idx, max_new_tokens, temperature, do_sample, top_k, top_p, generator)
         return torch.cat((idx, *new), dim=1)
+
+
+# --------------------------------------------------------------- armour: fast kernels on CPUs, wrong sizes, model names
+
+
+def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -> Tensor:
+    """torch's fused attention; on CPUs in float32 even under autocast.
+
+    The backward of torch's CPU attention is four to five times slower in bfloat16 than in float32 (7.1 against 1.7 ms
+    for 12 sequences of 64 tokens, 4 heads of 32), which would cost more than bfloat16 gains in the projections.
+    """
+    if q.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False):
+            y = F.scaled_dot_product_attention(
+                q.float(), k.float(), v.float(), dropout_p=dropout_p, is_causal=is_causal
+            )
+            return y.to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU as in GPT-2, x Φ(x) with tanh in place of the normal distribution's Φ; on CPUs under autocast with Φ itself.
+
+    Of torch's kernels for CPUs only that of Φ is fast: 0.8 against 2.2 ms, forward and backward, for a million numbers.
+    The two differ by 0.0005 at most, and a trained model's evaluation loss by 0.00002.
+    """
+    is_exact = x.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    return F.gelu(x, approximate="none" if is_exact else "tanh")
+
+
+def check_positions(start: int, T: int, block_size: int) -> None:
+    """Raise ValueError for more tokens than positions, and for several tokens on top of a filled cache."""
+    if start + T > block_size:
+        raise ValueError(f"got {start + T} tokens; the positions are learned up to block_size={block_size}")
+    if start > 0 and T > 1:
+        raise ValueError(f"got {T} tokens on top of {start} cached ones: fill an empty cache, or add one token")
+
+
+# name: (n_layer, n_head, n_embd), as published with GPT, GPT-2 and Gopher; the three small ones are minGPT's.
+MODEL_TYPES = {
+    "openai-gpt": (12, 12, 768),  # 117 M parameters
+    "gpt2": (12, 12, 768),  # 124 M
+    "gpt2-medium": (24, 16, 1024),  # 350 M
+    "gpt2-large": (36, 20, 1280),  # 774 M
+    "gpt2-xl": (48, 25, 1600),  # 1558 M
+    "gopher-44m": (8, 16, 512),
+    "gpt-mini": (6, 6, 192),
+    "gpt-micro": (4, 4, 128),
+    "gpt-nano": (3, 3, 48),
+}
+
+
+@dataclass(kw_only=True)
+class ArchitectureConfig:
+    """`gpt_config` of `gpt2_train_cfg.yaml`: what a user chooses of a GPTConfig. A null is something not given."""
+
+    n_layer: int | None = None
+    n_head: int | None = None
+    n_embd: int | None = None
+    model_type: str | None = None
+    embd_pdrop: float = 0.0
+    resid_pdrop: float = 0.0
+    attn_pdrop: float = 0.0
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        GPTConfig(vocab_size=1, block_size=1, **vars(self))  # raises ValueError where they don't fit together
+
+
+def resolve_sizes(c: GPTConfig) -> None:
+    """Put the sizes in place of the model's name, and raise ValueError where the values don't fit together."""
+    sizes = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
+    if c.model_type is not None:
+        if any(size is not None for size in sizes.values()):
+            raise ValueError(
+                f"gpt_config: got both model_type={c.model_type} and {sizes}; "
+                "set either the name or the three sizes, and the other to null"
+            )
+        if c.model_type not in MODEL_TYPES:
+            raise ValueError(f"gpt_config.model_type={c.model_type}: must be null or one of {[*MODEL_TYPES]}")
+        # With the sizes known, the name goes: GPTConfig(**vars(config)) is valid.
+        (c.n_layer, c.n_head, c.n_embd), c.model_type = MODEL_TYPES[c.model_type], None
+    elif None in sizes.values():
+        raise ValueError(f"gpt_config: got no model_type, and {sizes}; set either the name or all three sizes")
+    for name in sizes:
+        if getattr(c, name) < 1:
+            raise ValueError(f"gpt_config.{name}={getattr(c, name)}: must be at least 1")
+    if c.n_embd % c.n_head:
+        raise ValueError(
+            f"gpt_config.n_embd={c.n_embd} is not divisible by n_head={c.n_head}: every head gets an equal share of "
+            "the width"
+        )
+    for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop"):
+        if not 0.0 <= getattr(c, name) < 1.0:
+            raise ValueError(f"gpt_config.{name}={getattr(c, name)}: a probability from 0 to below 1")

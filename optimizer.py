@@ -1,7 +1,7 @@
 """Parameter groups, optimizers and the learning-rate schedule.
 
-Third module of the reading order: `model.py` says what is learned, this one how it changes in a step;
-`distributed.py` comes next.
+Fourth module of the reading order: `model.py` says what is learned, this one how it changes in a step. `trainer.py`
+comes next.
 """
 
 import math
@@ -12,44 +12,45 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 
 Group = dict[str, Any]  # parameters that share a learning rate and a weight decay, as torch's optimizers take them
 
 
 @dataclass
 class OptimizerConfig:
-    """How a step is made from a gradient. Units and meaning: `gpt2_train_cfg.yaml`."""
+    """`optimizer_config` of `gpt2_train_cfg.yaml`, which explains each key."""
 
-    name: str = "adamw"
-    learning_rate: float = 1e-3
-    muon_learning_rate: float = 0.02
+    learning_rate: float = 1e-2
+    muon_learning_rate: float = 0.03
+    name: str = "muon"
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
-    warmup_steps: int = 100
-    lr_decay: str = "cosine"
-    min_lr_ratio: float = 0.1
+    warmup_steps: int = 20
+    lr_decay: str = "linear"
+    min_lr_ratio: float = 0.0
     layer_decay: float = 1.0
 
     def __post_init__(self) -> None:
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"optimizer_config.betas={list(self.betas)}: must be two numbers from 0 to below 1")
+        check_optimizer_config(self)
         self.betas = (self.betas[0], self.betas[1])  # YAML knows lists only
-        if self.name not in ("adamw", "muon"):
-            raise ValueError(f"optimizer_config.name={self.name}: must be adamw or muon")
-        for name in ("learning_rate", "muon_learning_rate"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise ValueError(f"optimizer_config.{name}={getattr(self, name)}: must be a positive number")
-        if not 0.0 <= self.weight_decay < math.inf:
-            raise ValueError(f"optimizer_config.weight_decay={self.weight_decay}: must be at least 0")
-        if self.warmup_steps < 0:
-            raise ValueError(f"optimizer_config.warmup_steps={self.warmup_steps}: must be at least 0 optimizer steps")
-        if self.lr_decay not in ("cosine", "linear"):
-            raise ValueError(f"optimizer_config.lr_decay={self.lr_decay}: must be cosine or linear")
-        if not 0.0 <= self.min_lr_ratio <= 1.0:
-            raise ValueError(f"optimizer_config.min_lr_ratio={self.min_lr_ratio}: must be from 0 to 1")
-        if not 0.0 < self.layer_decay <= 1.0:
-            raise ValueError(f"optimizer_config.layer_decay={self.layer_decay}: must be above 0 and at most 1")
+
+
+def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Sort the trainable parameters into those that decay and those that don't.
+
+    Weight decay pulls a matrix that multiplies activations towards a simpler function. Biases, norms and embeddings
+    gain nothing from being small: they shift and scale, or are looked up. The head is tied to the embedding, so it
+    counts as one.
+
+    Returns:
+        (matrices, all others), each parameter once: a parameter that two modules share is one parameter.
+    """
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if p.ndim >= 2 and id(p) not in embeddings]
+    chosen = {id(p) for p in matrices}
+    return matrices, [p for p in trainable if id(p) not in chosen]
 
 
 def learning_rate_factor(
@@ -82,66 +83,52 @@ def learning_rate_factor(
     return min_lr_ratio + (1.0 - min_lr_ratio) * left
 
 
-def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Sort the trainable parameters into those that decay and those that don't.
+def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
+    """Set every group's learning rate to its peak times the factor of `learning_rate_factor`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
 
-    Weight decay pulls a matrix that multiplies activations towards a simpler function. Biases, norms and embeddings
-    have nothing to gain from being small: they shift and scale, or are looked up. The head is tied to the embedding,
-    so it counts as one.
 
-    Returns:
-        (matrices, all others), each parameter once: a parameter that two modules share is one parameter.
+def create_optimizer(model: nn.Module, config: OptimizerConfig, dtype: torch.dtype = torch.float32) -> Optimizer:
+    """Make the optimizer, with every trainable parameter of the model in exactly one group.
+
+    Each group keeps its peak learning rate in "initial_lr"; `set_learning_rate` sets "lr" from it.
+
+    Args:
+        model: whose parameters are to be trained.
+        config: which optimizer, and how strong.
+        dtype: what Muon orthogonalizes in; AdamW is always float32.
     """
-    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trainable if p.ndim >= 2 and id(p) not in embeddings]
-    chosen = {id(p) for p in matrices}
-    return matrices, [p for p in trainable if id(p) not in chosen]
+    matrices, others = split_parameters(model)
+    scales = layer_scales(model, config.layer_decay)  # all 1, except for fine-tuning
+    matrix_rate = config.muon_learning_rate if config.name == "muon" else config.learning_rate
+    decaying = make_groups(matrices, scales, matrix_rate, config.weight_decay)
+    constant = make_groups(others, scales, config.learning_rate, 0.0)
+    optimizer: Optimizer
+    if config.name == "muon":
+        optimizer = MuonWithAdamW(decaying, constant, config.betas, dtype)
+    else:
+        # fused: one kernel updates all parameters, instead of some ten for each of them.
+        optimizer = AdamW([*decaying, *constant], betas=config.betas, fused=True)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
 
 
-def layer_scales(model: nn.Module, layer_decay: float) -> dict[nn.Parameter, float]:
-    """What each parameter's learning rate is multiplied by: layer_decay for every layer that lies above its own.
-
-    For fine-tuning: what the lower layers know of the language holds for the new text too, and small steps keep it
-    (1801.06146). The embeddings lie below the blocks, which are h.0, h.1, ...; the last norm lies above them. The head
-    is tied to the embedding and changes as slowly.
-    """
-    n_layer = len(getattr(model, "h", ()))
-    scales = {}  # by parameter
-    for name, p in model.named_parameters():
-        layer = n_layer + 1  # of the last norm
-        if block := re.match(r"h\.(\d+)\.", name):
-            layer = int(block[1]) + 1
-        elif name.startswith(("wte.", "wpe.")):
-            layer = 0
-        scales[p] = layer_decay ** (n_layer + 1 - layer)
-    return scales
+# ------------------------------------------------------------------------------------ Muon
 
 
-def make_groups(
-    parameters: list[nn.Parameter], scales: dict[nn.Parameter, float], learning_rate: float, weight_decay: float
-) -> list[Group]:
-    """One group for each learning rate, the highest last; without layer decay that is the only one."""
-    by_scale: dict[float, list[nn.Parameter]] = {1.0: []}  # empty, perhaps: the last group shows the full rate
-    for p in parameters:
-        by_scale.setdefault(scales[p], []).append(p)
-    return [
-        {"params": by_scale[scale], "weight_decay": weight_decay, "lr": learning_rate * scale}
-        for scale in sorted(by_scale)
-    ]
-
-
-def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalize(matrices: Tensor, dtype: torch.dtype, ns_steps: int = 4) -> Tensor:
     """Replace matrices (n, rows, columns) by nearly orthogonal ones with the same singular vectors.
 
     Newton-Schulz iteration: an odd polynomial of a matrix acts on its singular values alone, and this one drives them
-    towards 1 without a decomposition. Four rounds bring all that are above 1/200 of the matrix's norm between 0.7 and
-    1.2. The coefficients are those of Jordan et al. (kellerjordan.github.io/posts/muon), who take five rounds: that
-    costs 3 ms of a step of 70 here, and gains nothing.
+    towards 1 without a decomposition. Four steps bring all that are above 1/200 of the matrix's norm between 0.7 and
+    1.2. The coefficients are those of Jordan et al. (kellerjordan.github.io/posts/muon).
 
     Args:
         matrices: float32, any shape of matrix.
-        dtype: to compute in; bfloat16 is exact enough for a step, float32 for comparing runs.
+        dtype: to compute in; bfloat16 is exact enough for training, float32 for comparing runs.
+        ns_steps: how often the polynomial is applied.
     """
     X = matrices.to(dtype)
     is_tall = X.size(1) > X.size(2)
@@ -149,24 +136,30 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
         X = X.mT  # the products below are smaller this way round
     X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # all singular values at most 1
     a, b, c = 3.4445, -4.775, 2.0315
-    for _ in range(4):
+    for _ in range(ns_steps):
         A = X @ X.mT  # (n, rows, rows)
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A²
         X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
     return (X.mT if is_tall else X).float()
 
 
-class BatchedMuon(Muon):
-    """torch's Muon, but all matrices of one shape at a time, queries, keys and values apart, in a chosen precision.
+class Muon(Optimizer):
+    """Momentum, orthogonalized: Muon (Jordan et al. 2024) for all matrices of one shape at a time.
 
-    torch computes one matrix after the other, in bfloat16 always. That takes up to 1.6 times as long on small models,
-    and its rounding makes runs on one rank and on two part after a dozen steps even where all else is float32.
+    A gradient's matrix is dominated by a few directions. Muon replaces the average of the gradients by the nearest
+    orthogonal matrix, so that every direction in it is learned at the same speed. torch has a Muon too, which takes
+    one matrix after the other, in bfloat16 always: up to 1.6 times the time on small models, and a rounding that makes
+    runs on one rank and on two differ after a dozen steps even where all else is float32.
+
+    Args:
+        groups: matrices with their "lr" and "weight_decay".
+        dtype: what to orthogonalize in.
     """
 
     def __init__(self, groups: list[Group], dtype: torch.dtype):
-        # Each group brings its own learning rate and weight decay. With a momentum of 0.9 instead of the usual 0.95, a
-        # run of 1,000 steps ended 0.01 nats lower.
-        super().__init__(groups, momentum=0.9)
+        # With a momentum of 0.9 instead of the usual 0.95, a run of 1,000 steps ended 0.01 nats lower; a fifth
+        # Newton-Schulz step, as the authors take, costs 3 ms of a step of 70 here and gains nothing.
+        super().__init__(groups, {"momentum": 0.9, "ns_steps": 4})
         self.dtype = dtype
 
     @torch.no_grad()
@@ -188,30 +181,37 @@ class BatchedMuon(Muon):
         if rows == 3 * columns:
             rows = columns
         gradients = [p.grad for p in matrices if p.grad is not None]
-        averages = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in matrices]
+        averages = [self._average(p) for p in matrices]
         torch._foreach_lerp_(averages, gradients, 1.0 - group["momentum"])
         # Nesterov: the gradient that the average would give if this step's gradient came once more.
         lookahead = torch._foreach_lerp(gradients, averages, group["momentum"])
         pieces = torch.stack(lookahead).view(-1, rows, columns)  # n of them, or 3n
-        updates = orthogonalize(pieces, self.dtype).reshape(len(matrices), -1, columns)  # n again
+        updates = orthogonalize(pieces, self.dtype, group["ns_steps"]).reshape(len(matrices), -1, columns)  # n again
         torch._foreach_mul_(matrices, 1.0 - group["lr"] * group["weight_decay"])
         # Tall ones get larger steps, since their outputs have more directions.
         scale = math.sqrt(max(1.0, rows / columns))
         torch._foreach_add_(matrices, updates.unbind(), alpha=-group["lr"] * scale)
 
+    def _average(self, p: Tensor) -> Tensor:
+        """The running average of a matrix's gradients, which starts at zero."""
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        average: Tensor = state["momentum_buffer"]
+        return average
+
 
 class MuonWithAdamW(Optimizer):
     """Muon for the matrices of the blocks and AdamW for everything else, as one optimizer.
 
-    Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal matrix: every direction in it is
-    learned at the same speed, not only the few that dominate the gradient. It has no meaning for vectors and
-    embeddings. The two are one object because they must step, and after a float16 overflow not step, together.
+    Muon has no meaning for vectors and embeddings. The two are one object because they must step together, and after a
+    float16 overflow skip the step together.
     """
 
     def __init__(self, matrices: list[Group], others: list[Group], betas: tuple[float, float], dtype: torch.dtype):
         # Each part adopts the very dictionaries that stand in self.param_groups: a new "lr" there reaches it.
         super().__init__([*matrices, *others], {})
-        self.parts = {"muon": BatchedMuon(matrices, dtype), "adamw": AdamW(others, betas=betas, fused=True)}
+        self.parts = {"muon": Muon(matrices, dtype), "adamw": AdamW(others, betas=betas, fused=True)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -230,36 +230,36 @@ class MuonWithAdamW(Optimizer):
         self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
 
 
-def create_optimizer(model: nn.Module, config: OptimizerConfig, dtype: torch.dtype = torch.float32) -> Optimizer:
-    """Make the optimizer, with every trainable parameter of the model in exactly one group.
+# ------------------------------------------------ armour: fine-tuning, changed configurations, wrong settings
 
-    Each group keeps its peak learning rate in "initial_lr"; `set_learning_rate` sets "lr" from it.
 
-    Args:
-        model: whose parameters are to be trained.
-        config: which optimizer, and how strong.
-        dtype: what Muon orthogonalizes in; AdamW is always float32.
+def layer_scales(model: nn.Module, layer_decay: float) -> dict[nn.Parameter, float]:
+    """What each parameter's learning rate is multiplied by: layer_decay for every layer that lies above its own.
+
+    For fine-tuning: what the lower layers know of the language holds for the new text too, and small steps keep it
+    (1801.06146). The embeddings lie below the blocks, which are h.0, h.1, ...; the last norm lies above them. The head
+    is tied to the embedding and changes as slowly.
     """
-    matrices, others = split_parameters(model)
-    scales = layer_scales(model, config.layer_decay)
-    matrix_rate = config.muon_learning_rate if config.name == "muon" else config.learning_rate
-    decaying = make_groups(matrices, scales, matrix_rate, config.weight_decay)
-    constant = make_groups(others, scales, config.learning_rate, 0.0)
-    optimizer: Optimizer
-    if config.name == "muon":
-        optimizer = MuonWithAdamW(decaying, constant, config.betas, dtype)
-    else:
-        # fused: one kernel updates all parameters, instead of some ten for each of them.
-        optimizer = AdamW([*decaying, *constant], betas=config.betas, fused=True)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    return optimizer
+    n_layer = len(getattr(model, "h", ()))
+    scales = {}  # by parameter
+    for name, p in model.named_parameters():
+        block = re.match(r"h\.(\d+)\.", name)
+        above_others = n_layer + 1 if name.startswith(("wte.", "wpe.")) else 0
+        scales[p] = layer_decay ** (n_layer - int(block[1]) if block else above_others)
+    return scales
 
 
-def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
-    """Set every group's learning rate to its peak times the factor of `learning_rate_factor`."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * factor
+def make_groups(
+    parameters: list[nn.Parameter], scales: dict[nn.Parameter, float], learning_rate: float, weight_decay: float
+) -> list[Group]:
+    """One group for each learning rate, the highest last; without layer decay that is the only one."""
+    by_scale: dict[float, list[nn.Parameter]] = {1.0: []}  # empty, perhaps: the last group shows the full rate
+    for p in parameters:
+        by_scale.setdefault(scales[p], []).append(p)
+    return [
+        {"params": by_scale[scale], "weight_decay": weight_decay, "lr": learning_rate * scale}
+        for scale in sorted(by_scale)
+    ]
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -277,4 +277,24 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     configured = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, wanted in zip(optimizer.param_groups, configured, strict=True):
-        group.update(wanted)
+        params = group["params"]
+        group.clear()  # what an older program saved here, and this one doesn't know, must not stay
+        group.update(wanted, params=params)
+
+
+def check_optimizer_config(c: OptimizerConfig) -> None:
+    """Raise ValueError where a value is outside its range."""
+    allowed = {
+        "learning_rate": (0.0 < c.learning_rate < math.inf, "a positive number"),
+        "muon_learning_rate": (0.0 < c.muon_learning_rate < math.inf, "a positive number"),
+        "name": (c.name in ("adamw", "muon"), "adamw or muon"),
+        "weight_decay": (0.0 <= c.weight_decay < math.inf, "at least 0"),
+        "betas": (len(c.betas) == 2 and all(0.0 <= beta < 1.0 for beta in c.betas), "two numbers from 0 to below 1"),
+        "warmup_steps": (c.warmup_steps >= 0, "at least 0 optimizer steps"),
+        "lr_decay": (c.lr_decay in ("cosine", "linear"), "cosine or linear"),
+        "min_lr_ratio": (0.0 <= c.min_lr_ratio <= 1.0, "from 0 to 1"),
+        "layer_decay": (0.0 < c.layer_decay <= 1.0, "above 0 and at most 1"),
+    }
+    for name, (is_allowed, words) in allowed.items():
+        if not is_allowed:
+            raise ValueError(f"optimizer_config.{name}={getattr(c, name)}: must be {words}")

@@ -1,18 +1,22 @@
 """What a run tells people: the header, the progress bar, TensorBoard's curves and the closing summary.
 
-Seventh module of the reading order, after `trainer.py`, which calls it: apart, because nothing here changes what is
-trained. `main.py` comes next. Rank 0 has a `Reporter` that speaks; the other ranks have the silent base class, so that
-the loop needs no tests of the rank.
+Eighth module of the reading order, after `corpus.py`. It is apart from `trainer.py`, which calls it, because nothing
+here changes what is trained. `main.py` comes next.
 """
 
 import logging
 import math
 import sys
 import time
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+Item = TypeVar("Item")
 
 log = logging.getLogger(__name__)
 log.setLevel(logging.DEBUG)  # main.log has every report; the console only what is worth a line there
@@ -20,55 +24,119 @@ log.setLevel(logging.DEBUG)  # main.log has every report; the console only what 
 SECONDS_BETWEEN_LINES = 5.0  # on a console that is no terminal, and so has no bar
 
 
-class SilentReporter:
-    """What ranks other than 0 have: takes every report and does nothing."""
-
-    def header(self, lines: list[str], config: dict[str, Any], step: int, total_steps: int) -> None:
-        """Say what will happen, and open the curves and the bar."""
-
-    def step_done(self) -> None:
-        """Learn that a training step is done, reported or not."""
-
-    def train_step(self, step: int, values: dict[str, float]) -> None:
-        """Report a training step: tags of TensorBoard and their values."""
-
-    def evaluation(self, step: int, loss: float, text: str) -> None:
-        """Report an evaluation: its loss in nats a character, and a sample."""
-
-    def flush(self) -> None:
-        """Bring the curves to the disk."""
-
-    def close(self) -> None:
-        """Close the curves and the bar, however the run ended."""
-
-    def stopped(self, message: str) -> None:
-        """Say that the run was interrupted."""
-
-    def finished(self, step: int, loss: float, best_loss: float, text: str, tokens: int) -> None:
-        """Close the curves and the bar, and say how it went and what to do next."""
-
-
-class Reporter(SilentReporter):
-    """Speaks on the console, in main.log and to TensorBoard.
+class Reporter:
+    """Speaks on the console, in main.log and to TensorBoard; on ranks other than 0 it takes every report silently.
 
     Args:
         run_dir: where TensorBoard's events go, and the profile.
-        dry_run: write nothing there.
-        profile: write there what three of the first steps spend their time on.
+        is_main: whether this is rank 0.
+        dry_run: write no files.
+        profile: write down what three of the first steps spend their time on.
     """
 
-    def __init__(self, run_dir: str, dry_run: bool = False, profile: bool = False):
-        self.run_dir, self.dry_run = run_dir, dry_run
-        # The first steps set everything up and are slow; three of the next ones are recorded.
-        schedule = torch.profiler.schedule(wait=5, warmup=1, active=3, repeat=1)
-        self.profiler = (
-            torch.profiler.profile(schedule=schedule, on_trace_ready=self._write_profile)
-            if profile and not dry_run
-            else None
-        )
+    def __init__(self, run_dir: str, is_main: bool, dry_run: bool = False, profile: bool = False):
+        self.run_dir, self.is_main, self.dry_run = run_dir, is_main, dry_run
+        self.profiler = make_profiler(run_dir) if profile and is_main and not dry_run else None
+        self.watch = Stopwatch()
         self._began = self._last_line = time.perf_counter()
-        self.writer: Any = None
+        self.writer: Any = None  # TensorBoard's
         self.bar: Any = None
+
+    def header(self, lines: list[str], config: dict[str, Any], step: int, total_steps: int) -> None:
+        """Say what will happen, and open the curves and the bar."""
+        if not self.is_main:
+            return
+        from torch.utils.tensorboard import SummaryWriter  # a second of imports that other ranks save
+        from tqdm import tqdm
+
+        for line in lines:
+            log.info("%s", line)
+        self.config = {f"{group}.{key}": value for group, values in config.items() for key, value in values.items()}
+        self.first_step, self.total_steps = step, total_steps
+        if not self.dry_run:
+            # purge_step: what was logged after the snapshot that a run resumes from would stand there twice.
+            self.writer = SummaryWriter(self.run_dir, purge_step=step + 1)
+        table = "\n".join(f"| {key} | {value} |" for key, value in self.config.items())
+        self._write("add_text", "config", f"| key | value |\n| --- | --- |\n{table}", step)
+        form = "step {n_fmt}/{total_fmt} |{bar}| {elapsed} gone, {remaining} left{postfix}"  # fits 80 columns
+        no_bar = not sys.stderr.isatty()
+        self.bar = tqdm(total=total_steps, initial=step, disable=no_bar, dynamic_ncols=True, bar_format=form)
+        if self.profiler is not None:
+            self.profiler.start()
+
+    def step_done(self) -> None:
+        """Learn that a training step is done, reported or not."""
+        if self.profiler is not None:
+            self.profiler.step()
+
+    def train_step(self, step: int, values: dict[str, float]) -> None:
+        """Report a training step: tags of TensorBoard and their values."""
+        if not self.is_main:
+            return
+        for tag, value in values.items():
+            self._write("add_scalar", tag, value, step)
+        loss, rate, speed = (values[f"train/{key}"] for key in ("loss", "learning_rate", "tokens_per_second"))
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+        self.bar.update(step - self.bar.n)
+        now = time.perf_counter()
+        is_line = self.bar.disable and (now - self._last_line > SECONDS_BETWEEN_LINES or step == self.total_steps)
+        if is_line:
+            self._last_line = now
+        level, words = logging.INFO if is_line else logging.DEBUG, "loss %.4f, learning rate %.2e, %.0f tokens/s"
+        log.log(level, f"step %d/%d: {words}", step, self.total_steps, loss, rate, speed)
+
+    def evaluation(self, step: int, loss: float, text: str) -> None:
+        """Report an evaluation: its loss in nats a character, and a sample."""
+        bits = loss / math.log(2)
+        log.info("step %d: evaluation loss %.4f (%.3f bits a character)", step, loss, bits)
+        self._write("add_scalar", "eval/loss", loss, step)
+        self._write("add_scalar", "eval/bits_per_char", bits, step)
+        if text:
+            self._write("add_text", "samples", "\n".join(f"    {line}" for line in text.split("\n")), step)
+
+    def flush(self) -> None:
+        """Bring the curves to the disk."""
+        self._write("flush")
+
+    def close(self) -> None:
+        """Close the curves and the bar, however the run ended."""
+        if self.bar is not None:
+            self.bar.close()
+        self._write("close")
+        if self.profiler is not None:
+            self.profiler.stop()  # in a very short run, the profile ends here
+            self.profiler = None
+
+    def finished(self, step: int, loss: float, best_loss: float, text: str, tokens_per_step: int) -> None:
+        """Close the curves and the bar, and say how it went and what to do next."""
+        if not self.is_main:
+            return
+        self._write_hyperparameters(loss, step)
+        self.close()
+        if text:
+            log.info("a sample:\n\n%s\n", text)
+        tokens, seconds = (step - self.first_step) * tokens_per_step, time.perf_counter() - self._began
+        speed = f", {tokens:,} characters in {seconds:.0f} s" if tokens else ""
+        log.info("finished: %d steps, evaluation loss %.4f, best %.4f%s", step, loss, best_loss, speed)
+        if self.dry_run:
+            log.info("that was a dry run: model, text and machine fit together, and nothing was written")
+            return
+        cap = self.config.get("trainer_config.max_steps")
+        key = "max_steps" if cap is not None and cap <= step else "max_epochs"
+        if step < self.total_steps:
+            key = "patience"
+        log.info("written: %s", self.run_dir)
+        log.info("text: python generate.py --snapshot %s/gpt_snapshot.best.pt", self.run_dir)
+        log.info("to go on, raise trainer_config.%s; to start over, set trainer_config.resume=false", key)
+
+    def _write_hyperparameters(self, loss: float, step: int) -> None:
+        """Fill TensorBoard's HParams tab, by three records; add_hparams would make a run of its own for them."""
+        from torch.utils.tensorboard.summary import hparams
+
+        plain = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in self.config.items()}
+        for record in hparams(plain, {"eval/final_loss": loss}):
+            self._write("add_summary", record)
+        self._write("add_scalar", "eval/final_loss", loss, step)
 
     def _write(self, method: str, *args: Any) -> None:
         """Call the TensorBoard writer. Curves are not worth a run: on a full disk they end, and it goes on."""
@@ -80,104 +148,54 @@ class Reporter(SilentReporter):
             log.error("no more curves: %s", error)
             self.writer = None
 
-    def _write_profile(self, profiler: torch.profiler.profile) -> None:
-        path = f"{self.run_dir}/trace.json"
-        profiler.export_chrome_trace(path)
-        log.info("profile of three steps: %s (open it at https://ui.perfetto.dev)", path)
 
-    def header(self, lines: list[str], config: dict[str, Any], step: int, total_steps: int) -> None:
-        """See the base class."""
-        from torch.utils.tensorboard import SummaryWriter  # a second of imports that other ranks save
-        from tqdm import tqdm
+class Stopwatch:
+    """Seconds of training since the last report, and among them those spent waiting for data."""
 
-        for line in lines:
-            log.info("%s", line)
-        # purge_step: what was logged after the snapshot that a run resumes from would stand there twice.
-        if not self.dry_run:
-            self.writer = SummaryWriter(self.run_dir, purge_step=step + 1)
-        self.config = {f"{group}.{key}": value for group, values in config.items() for key, value in values.items()}
-        table = "\n".join(f"| {key} | {value} |" for key, value in self.config.items())
-        self._write("add_text", "config", f"| key | value |\n| --- | --- |\n{table}", step)
-        self.total_steps = total_steps
-        self.bar = tqdm(
-            total=total_steps, initial=step, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
-        )
-        if self.profiler is not None:
-            self.profiler.start()
+    def __init__(self) -> None:
+        self.restart(0)
 
-    def step_done(self) -> None:
-        """See the base class."""
-        if self.profiler is not None:
-            self.profiler.step()
+    def restart(self, step: int) -> None:
+        """Begin a new report at an optimizer step."""
+        self.first_step, self._began, self._paused, self.data_seconds = step, time.perf_counter(), 0.0, 0.0
 
-    def train_step(self, step: int, values: dict[str, float]) -> None:
-        """See the base class."""
-        for tag, value in values.items():
-            self._write("add_scalar", tag, value, step)
-        words = (
-            f"loss {values['train/loss']:.4f}, learning rate {values['train/learning_rate']:.2e}, "
-            f"{values['train/tokens_per_second']:.0f} tokens/s"
-        )
-        self.bar.set_postfix_str(words, refresh=False)
-        self.bar.update(step - self.bar.n)
-        now = time.perf_counter()
-        is_line = self.bar.disable and (now - self._last_line > SECONDS_BETWEEN_LINES or step == self.total_steps)
-        if is_line:
-            self._last_line = now
-        log.log(logging.INFO if is_line else logging.DEBUG, "step %d/%d: %s", step, self.total_steps, words)
+    @property
+    def seconds(self) -> float:
+        """Seconds of training."""
+        return time.perf_counter() - self._began - self._paused
 
-    def evaluation(self, step: int, loss: float, text: str) -> None:
-        """See the base class."""
-        bits = loss / math.log(2)
-        log.info("step %d: evaluation loss %.4f (%.3f bits a character)", step, loss, bits)
-        self._write("add_scalar", "eval/loss", loss, step)
-        self._write("add_scalar", "eval/bits_per_char", bits, step)
-        if text:
-            self._write("add_text", "samples", "\n".join(f"    {line}" for line in text.split("\n")), step)
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training: evaluations and snapshots."""
+        began = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - began
 
-    def flush(self) -> None:
-        """See the base class."""
-        self._write("flush")
+    def waiting_for(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """Pass batches on, and count the time that each one takes to come."""
+        began = time.perf_counter()
+        for batch in batches:
+            self.data_seconds += time.perf_counter() - began
+            yield batch
+            began = time.perf_counter()
 
-    def close(self) -> None:
-        """See the base class."""
-        if self.bar is not None:
-            self.bar.close()
-        self._write("close")
-        if self.profiler is not None:
-            self.profiler.stop()  # in a very short run, the profile ends here
-            self.profiler = None
 
-    def stopped(self, message: str) -> None:
-        """See the base class."""
-        self.close()
-        log.info("%s", message)
+def parameter_norm(model: nn.Module) -> float:
+    """Euclidean norm of all parameters together."""
+    return float(torch.stack([p.detach().norm() for p in model.parameters()]).norm())
 
-    def finished(self, step: int, loss: float, best_loss: float, text: str, tokens: int) -> None:
-        """See the base class."""
-        from torch.utils.tensorboard.summary import hparams
 
-        # Three records, instead of add_hparams, which would make a run of its own for them.
-        plain = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in self.config.items()}
-        for record in hparams(plain, {"eval/final_loss": loss}):
-            self._write("add_summary", record)
-        self._write("add_scalar", "eval/final_loss", loss, step)
-        self.close()
-        if text:
-            log.info("a sample:\n\n%s\n", text)
-        seconds = time.perf_counter() - self._began
-        speed = f", {tokens} tokens in {seconds:.0f} s" if tokens else ""
-        log.info("finished: %d steps, evaluation loss %.4f, best %.4f%s", step, loss, best_loss, speed)
-        if self.dry_run:
-            log.info("that was a dry run: model, text and machine fit together, and nothing was written")
-            return
-        log.info("written: %s", self.run_dir)
-        log.info("text: python generate.py --snapshot %s/gpt_snapshot.best.pt", self.run_dir)
-        cap = self.config.get("trainer_config.max_steps")
-        key = "max_steps" if cap is not None and cap <= step else "max_epochs"
-        if step < self.total_steps:
-            key = "patience"
-        log.info("to go on, raise trainer_config.%s; to start over, set trainer_config.resume=false", key)
+# ------------------------------------------------------------------------ armour: consoles, profiles, platforms, help
+
+
+def set_up_logging(is_main: bool, prefix: str, log_file: Path | None) -> None:
+    """Rank 0 reports on the console and in main.log; the others speak up only when something is wrong."""
+    level = logging.INFO if is_main else logging.WARNING
+    handlers: list[logging.Handler] = [ConsoleHandler(level)]
+    if log_file is not None:
+        handlers.append(logging.FileHandler(log_file, encoding="utf-8", delay=True))
+    form = f"%(asctime)s {prefix}%(message)s"
+    logging.basicConfig(level=level, format=form, datefmt="%H:%M:%S", handlers=handlers, force=True)
 
 
 class ConsoleHandler(logging.Handler):
@@ -190,9 +208,15 @@ class ConsoleHandler(logging.Handler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
-def parameter_norm(model: nn.Module) -> float:
-    """Euclidean norm of all parameters together."""
-    return float(torch.stack([p.detach().norm() for p in model.parameters()]).norm())
+def make_profiler(run_dir: str) -> torch.profiler.profile:
+    """A profiler of three steps; the ones before them set everything up and are slow."""
+
+    def write(profiler: torch.profiler.profile) -> None:
+        profiler.export_chrome_trace(f"{run_dir}/trace.json")
+        log.info("profile of three steps: %s/trace.json (open it at https://ui.perfetto.dev)", run_dir)
+
+    schedule = torch.profiler.schedule(wait=5, warmup=1, active=3, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=write)
 
 
 def peak_memory(device: torch.device) -> float:
@@ -205,3 +229,18 @@ def peak_memory(device: torch.device) -> float:
         return 0.0
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def help_text(project: Path) -> str:
+    """What --help prints: the configuration file with its comments, and the recipes with their first lines."""
+    keys = (project / "gpt2_train_cfg.yaml").read_text(encoding="utf-8")
+    recipes = {path.stem: path.read_text(encoding="utf-8") for path in sorted((project / "recipes").glob("*.yaml"))}
+    return "\n".join(
+        [
+            f"Keys (set any of them as group.key=value):\n\n{keys[keys.index('data_config:') : keys.index('hydra:')]}",
+            "hydra.run.dir=DIR: the run directory; it holds the snapshots, the curves and main.log",
+            "-m: values separated by commas are tried in turn, and compared",
+            "--cfg job: print what the configuration comes to, and end\n\nRecipes:\n",
+            *(f"  +recipe={name:12} {text.splitlines()[0].lstrip('# ')}" for name, text in recipes.items()),
+        ]
+    )

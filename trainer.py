@@ -1,17 +1,15 @@
 """The training loop: steps, evaluation, snapshots.
 
-Sixth module of the reading order: it puts together what the five before it made, and `main.py` starts it. Read `fit`
-first, it is the table of contents; then `_train_step` and `evaluate`.
+Fifth module of the reading order: it puts together what the ones before it made, and `main.py` starts it. Read `fit`
+first, it is the table of contents; then `_train_step` and `evaluate`. `distributed.py` comes next.
 """
 
 import dataclasses
-import hashlib
 import logging
 import math
 import signal
-import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from char_dataset import CharDataset, CharVocabulary, WindowSampler, evaluation_batches
+from config import TrainerConfig, choose_dtype
 from distributed import (
     Ranks,
     StopRequest,
@@ -33,171 +32,24 @@ from distributed import (
     ignore_signals,
 )
 from model import GPT
-from optimizer import (
-    OptimizerConfig,
-    create_optimizer,
-    learning_rate_factor,
-    load_optimizer_state,
-    set_learning_rate,
-)
-from report import Reporter, SilentReporter, parameter_norm, peak_memory
-from snapshot import (
-    Snapshot,
-    best_url,
-    check_matches,
-    load_newest,
-    load_snapshot,
-    prepare,
-    save_snapshot,
-    set_aside,
-)
+from optimizer import OptimizerConfig, create_optimizer, learning_rate_factor, load_optimizer_state, set_learning_rate
+from report import Reporter, parameter_norm, peak_memory
+from snapshot import RunSnapshots, Snapshot, differences, fingerprint
 
 log = logging.getLogger(__name__)
 
-AMP_DTYPES = ("auto", "bfloat16", "float16", "float32")
-
 
 @dataclass
-class TrainerConfig:
-    """How long, in what portions and how precisely to train. Units and meaning: `gpt2_train_cfg.yaml`."""
+class State:
+    """All that changes while training, apart from the weights and the optimizer's state."""
 
-    max_epochs: int = 1
-    max_steps: int | None = None
-    batch_size: int = 32
-    micro_batch_size: int | None = None
-    data_loader_workers: int = 0
-    grad_norm_clip: float | None = 1.0
-    snapshot_path: str | None = None
-    use_amp: bool = True
-    amp_dtype: str = "auto"
-    device: str = "auto"
-    compile: bool = False
-    seed: int = 1337
-    resume: bool = True
-    log_every_steps: int = 10
-    eval_every_steps: int = 250
-    save_every_steps: int = 250
-    sample_tokens: int = 500
-    patience: int | None = None
-    init_from: str | None = None
-    dry_run: bool = False
-    profile: bool = False
-    deterministic: bool = False
-    timeout_minutes: float = 10.0
-
-    def __post_init__(self) -> None:
-        for name in (
-            *("max_epochs", "batch_size", "log_every_steps", "eval_every_steps", "save_every_steps"),
-            *("max_steps", "micro_batch_size", "timeout_minutes", "grad_norm_clip", "patience"),
-        ):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"trainer_config.{name}={value}: must be above 0")
-        for name in ("data_loader_workers", "seed", "sample_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"trainer_config.{name}={getattr(self, name)}: must be at least 0")
-        if self.amp_dtype not in AMP_DTYPES:
-            raise ValueError(f"trainer_config.amp_dtype={self.amp_dtype}: must be one of {', '.join(AMP_DTYPES)}")
-        if self.device not in ("auto", "cpu"):
-            raise ValueError(
-                f"trainer_config.device={self.device}: must be auto (an accelerator if there is one) or cpu"
-            )
-        if not self.use_amp and self.amp_dtype not in ("auto", "float32"):
-            raise ValueError(
-                f"trainer_config.use_amp=false trains in float32, and amp_dtype={self.amp_dtype} contradicts it; "
-                "set one or the other"
-            )
-
-    def sequences_per_forward(self, world_size: int) -> int:
-        """The micro-batch of one rank, in sequences: what was asked for, or all of the rank's share of a step.
-
-        Raises:
-            ValueError: batch_size is not a whole number of micro-batches on every rank.
-        """
-        micro = self.micro_batch_size or max(1, self.batch_size // world_size)
-        if self.batch_size % (world_size * micro):
-            raise ValueError(
-                f"trainer_config.batch_size={self.batch_size} is not divisible by {world_size} ranks x "
-                f"micro_batch_size={micro} = {world_size * micro}; every rank must get the same number of micro-batches"
-            )
-        return micro
-
-
-def choose_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
-    """The type that matrix products are computed in; the weights themselves stay float32.
-
-    Raises:
-        ValueError: the type that was asked for can't be had on this device.
-    """
-    # 1. No mixed precision.
-    if not config.use_amp or config.amp_dtype == "float32":
-        return torch.float32
-    can_bfloat16 = _computes_in_bfloat16(device)
-    # 2. The best that the hardware really computes in. bfloat16 has float32's range and needs no scaler; float16 is
-    #    for older GPUs that only have that; elsewhere narrow types are emulated and only cost.
-    if config.amp_dtype == "auto":
-        if can_bfloat16:
-            return torch.bfloat16
-        return torch.float16 if device.type == "cuda" else torch.float32
-    # 3. What the user insists on, wherever torch can do it at all (slowly, perhaps: that is how CPUs test float16).
-    if not torch.amp.is_autocast_available(device.type):
-        raise ValueError(
-            f"trainer_config.amp_dtype={config.amp_dtype} can't be had on device {device.type}, which has no mixed "
-            "precision in this torch; use amp_dtype=auto"
-        )
-    return {"bfloat16": torch.bfloat16, "float16": torch.float16}[config.amp_dtype]
-
-
-def _computes_in_bfloat16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):  # older ones can't tell: float32
-        capabilities = torch.cpu.get_capabilities()
-        return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
-    return device.type == "xpu"
-
-
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of one rank's dropout in one optimizer step: ranks and steps draw independent masks.
-
-    Seeding every step anew, instead of saving the generator's state, makes a restarted run draw the same masks.
-    """
-    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
-
-
-def fingerprint(*parts: np.ndarray) -> str:
-    """SHA-256 of arrays in their order, hexadecimal."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(str(part.shape).encode())
-        digest.update(np.ascontiguousarray(part).data)
-    return digest.hexdigest()
-
-
-class RunError(Exception):
-    """The run can't go on, and it is no bug: the message says, in one line, what happened and what to do."""
-
-
-class Stopwatch:
-    """Seconds since the last report: those spent training, and among them those spent waiting for data."""
-
-    def __init__(self, first_step: int):
-        self.first_step = first_step
-        self.seconds = self.data_seconds = 0.0
-
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Count what happens in a with-block as training."""
-        began = time.perf_counter()
-        yield
-        self.seconds += time.perf_counter() - began
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count what happens in a with-block, inside `training`, as waiting for data."""
-        began = time.perf_counter()
-        yield
-        self.data_seconds += time.perf_counter() - began
+    total_steps: int  # the optimizer step at which the run ends
+    step: int = 0  # optimizer steps done
+    eval_loss: float = math.nan  # of the last evaluation, nats a character
+    best_eval_loss: float = math.inf  # the lowest so far, nats a character
+    best_step: int = 0  # the optimizer step it was found at
+    text: str = ""  # sampled at the last evaluation
+    stop_signal: int = 0  # the signal on which all ranks agreed to stop; 0: go on
 
 
 class Trainer:
@@ -232,16 +84,11 @@ class Trainer:
     ):
         self.config, self.optimizer_config, self.full_config = config, optimizer_config, full_config
         self.vocabulary, self.eval_codes, self.ranks = vocabulary, eval_codes, ranks
-        self.snapshot_path = snapshot_path
-        self.corpus = fingerprint(train_codes, eval_codes) if ranks.is_main else ""
-
+        self.block_size = model.config.block_size
         self.micro_batch_size = config.sequences_per_forward(ranks.world_size)
         self.accumulation_steps = config.batch_size // (self.micro_batch_size * ranks.world_size)
-        self.block_size = model.config.block_size
-        self.dtype = choose_dtype(config, ranks.device)
-        # On GPUs, the few products that autocast leaves in float32 may go through the tensor cores, as TF32.
-        torch.set_float32_matmul_precision("highest" if self.dtype == torch.float32 else "high")
 
+        self.dtype = choose_dtype(config, ranks.device)  # of matrix products; the weights stay float32
         self.raw_model = model.to(ranks.device)  # saved, evaluated and sampled under its own names
         if config.compile:
             self.raw_model.compile()
@@ -256,86 +103,39 @@ class Trainer:
 
         dataset = CharDataset(train_codes, self.block_size)
         self.sampler = WindowSampler(dataset, config.batch_size, ranks.world_size, ranks.rank, config.seed)
-        self.loader = DataLoader(
-            dataset,
-            batch_size=self.micro_batch_size,
-            sampler=self.sampler,
-            num_workers=config.data_loader_workers,
-            collate_fn=_as_it_is,
-            pin_memory=ranks.device.type == "cuda",
-            worker_init_fn=ignore_signals,
-            generator=torch.Generator(),  # or the loader would draw from the global one, and shift the dropout
+        self.loader = make_loader(
+            dataset, self.sampler, self.micro_batch_size, config.data_loader_workers, ranks.device
         )
+        self.state = State(total_steps=config.steps_in_all(self.sampler.steps_per_epoch))
 
-        self.watch = Stopwatch(0)  # what the next report is about
-        self.reporter = Reporter(run_dir, config.dry_run, config.profile) if ranks.is_main else SilentReporter()
-        # All that changes while training, apart from the weights and the optimizer's state:
-        self.step = 0  # optimizer steps done
-        self.total_steps = config.max_epochs * self.sampler.steps_per_epoch
-        if config.max_steps is not None:
-            self.total_steps = min(self.total_steps, config.max_steps)
-        if config.dry_run:
-            self.total_steps = min(self.total_steps, 2)
         self.stop_request = StopRequest()
-        self.stop_signal = 0  # the signal on which all ranks agreed to stop; 0: go on
-        self.save_errors: dict[str, str] = {}  # by URL: why the last save there failed
-        self.eval_loss = math.nan  # of the last evaluation, nats a character
-        self.text = ""  # sampled at the last evaluation
-        self.best_eval_loss = math.inf  # nats a character
-        self.best_step = 0  # the optimizer step it was found at
+        self.reporter = Reporter(run_dir, ranks.is_main, config.dry_run, config.profile)
+        self.snapshots: RunSnapshots | None = None
+        if ranks.is_main and not config.dry_run:
+            self.snapshots = RunSnapshots(snapshot_path, self._identity(fingerprint(train_codes, eval_codes)))
 
     # ------------------------------------------------------------------------------------------------ the loop
 
     def fit(self) -> None:
-        """Train from where the run stands to its end, or until a signal asks to stop (`stop_signal` tells).
+        """Train from where the run stands to its end, or until a signal asks to stop (`state.stop_signal` tells).
 
         Call `resume` first, unless the run starts from scratch.
 
         Raises:
             RunError: the loss or the gradient is not finite, the launcher died, or the end could not be saved.
         """
-        self.stop_request.listen()
-        self._report_header()
+        self._start()
         batches = self._batches()
         self.model.train()
-        first_step, self.watch = self.step, Stopwatch(self.step)
-        if self.step == 0 and self.config.init_from is not None:
-            log.info("starting from the model of %s; its evaluation loss is to be beaten:", self.config.init_from)
-            self._evaluate_and_keep_best()
-        while True:
+        while self.step < self.state.total_steps and not self.state.stop_signal:
+            loss, grad_norm = self._train_step(batches)
+            self.state.step += 1
+            self._report_step(loss, grad_norm)
+            if self._is_due(self.config.save_every_steps) or self.state.stop_signal:
+                self._save()
             if self._is_due(self.config.eval_every_steps):
                 self._evaluate_and_keep_best()
-            if self.step >= self.total_steps or self.stop_signal:
-                break
-            with self.watch.training():
-                loss, grad_norm = self._train_step(batches)
-                self.step += 1
-                is_reported = self._is_due(self.config.log_every_steps)
-                if is_reported:
-                    loss_value = loss.item()  # here alone the loop waits for the device
-            self.reporter.step_done()
-            if is_reported:
-                self._report_step(loss_value, grad_norm)
-                self.watch = Stopwatch(self.step)
-            if self._is_due(self.config.save_every_steps) or self.stop_signal:
-                self._save(self.snapshot_path)
-        self._report_end(self.step - first_step)
-        if self.save_errors:
-            raise RunError(f"the last snapshot could not be saved: {'; '.join(self.save_errors.values())}")
-
-    def _is_due(self, every: int, ahead: int = 0) -> bool:
-        """Whether what happens every so many steps, and at the end, happens now, or so many steps ahead."""
-        step = self.step + ahead
-        return step > 0 and (step % every == 0 or step >= self.total_steps)
-
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's micro-batches from the present step on, epoch after epoch: (x, y), each int64 (B, T)."""
-        while True:
-            epoch, first_step = divmod(self.step, self.sampler.steps_per_epoch)
-            self.sampler.set_epoch(epoch, first_step)
-            for x, y in self.loader:
-                device = self.ranks.device
-                yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        self._finish()
 
     def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """One optimizer step on one global batch.
@@ -344,12 +144,11 @@ class Trainer:
             (mean loss of this rank's share in nats, norm of the global gradient before clipping): scalars, still on
             the device, because reading them would make the program wait for it.
         """
-        torch.manual_seed(step_seed(self.config.seed, self.step, self.ranks.rank))
+        torch.manual_seed(step_seed(self.config.seed, self.step, self.ranks.rank))  # of dropout
         set_learning_rate(self.optimizer, self._learning_rate_factor())
         mean_loss = torch.zeros((), device=self.ranks.device)
         for micro_step in range(self.accumulation_steps):
-            with self.watch.waiting():
-                x, y = next(batches)  # (B, T) each
+            x, y = next(batches)  # (B, T) each
             with self._gradients_stay_local(until=micro_step == self.accumulation_steps - 1):
                 with self._autocast():
                     _, loss = self.model(x, y)
@@ -359,50 +158,11 @@ class Trainer:
             mean_loss += loss.detach()
         self.scaler.unscale_(self.optimizer)  # before clipping, which must see the true norm
         grad_norm = clip_grad_norm_(self.raw_model.parameters(), self.config.grad_norm_clip or math.inf)
-        self._agree_to_step(mean_loss, grad_norm)
-        self.scaler.step(self.optimizer)  # leaves the step out where a gradient overflowed
+        self._agree_to_step(mean_loss, grad_norm)  # raises where something is wrong, before the weights change
+        self.scaler.step(self.optimizer)  # leaves the step out where a float16 gradient overflowed
         self.scaler.update()  # and lowers the scale then
         self.optimizer.zero_grad(set_to_none=True)
         return mean_loss, grad_norm
-
-    def _agree_to_step(self, loss: Tensor, grad_norm: Tensor) -> None:
-        """Let all ranks decide together, while the weights are still unchanged, whether to go on.
-
-        Raises:
-            RunError: on some rank the loss or the gradient is not finite, or the launcher is gone.
-        """
-        # On an accelerator, reading a number makes the program wait: there only steps that wait anyway are looked at,
-        # and those that are saved. On a CPU the number is at hand.
-        asked = self.stop_request.signal  # read once: it may come at any moment
-        due = asked or self._is_due(self.config.log_every_steps, 1) or self._is_due(self.config.save_every_steps, 1)
-        is_broken = False
-        if due or self.ranks.device.type == "cpu":
-            # An infinite gradient is float16's daily life: the scaler leaves that step out.
-            is_broken = not (math.isfinite(loss) and (self.scaler.is_enabled() or math.isfinite(grad_norm)))
-        broken, orphaned, self.stop_signal = all_reduce_max([is_broken, self.stop_request.is_orphaned(), asked])
-        if broken:
-            raise RunError(
-                f"step {self.step + 1}: the loss or its gradient is not finite, at learning rates "
-                f"{[group['lr'] for group in self.optimizer.param_groups]}; the last snapshot is from before. "
-                "Lower the learning rates or trainer_config.grad_norm_clip, and start again"
-            )
-        if orphaned:
-            raise RunError(f"step {self.step + 1}: torchrun is gone; leaving without another snapshot")
-
-    def _gradients_stay_local(self, until: bool) -> AbstractContextManager[None]:
-        """Around forward and backward: no all-reduce of the gradients until the last micro-batch of a step."""
-        if until or not isinstance(self.model, DistributedDataParallel):
-            return nullcontext()
-        return self.model.no_sync()
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.ranks.device.type, self.dtype, enabled=self.dtype != torch.float32)
-
-    def _learning_rate_factor(self) -> float:
-        c = self.optimizer_config
-        return learning_rate_factor(self.step, c.warmup_steps, self.total_steps, c.min_lr_ratio, c.lr_decay)
-
-    # ------------------------------------------------------------------------------------------------ evaluation
 
     def evaluate(self) -> float:
         """Mean loss over every target of the evaluation text, each scored once, in nats a character, on all ranks."""
@@ -433,24 +193,76 @@ class Trainer:
         means = torch.stack(losses).tolist() if losses else []
         return sum(m * count for m, count in zip(means, counts, strict=True)), float(sum(counts))
 
+    # ------------------------------------------------------------------------------------------------ pieces of a step
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.state.step
+
+    def _is_due(self, every: int, ahead: int = 0) -> bool:
+        """Whether what happens every so many steps, and at the end, happens now, or so many steps ahead."""
+        step = self.step + ahead
+        return step > 0 and (step % every == 0 or step >= self.state.total_steps)
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches from the present step on, epoch after epoch: (x, y), each int64 (B, T)."""
+        device = self.ranks.device
+        while True:
+            epoch, first_step = divmod(self.step, self.sampler.steps_per_epoch)
+            self.sampler.set_epoch(epoch, first_step)
+            for x, y in self.reporter.watch.waiting_for(self.loader):
+                yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+    def _learning_rate_factor(self) -> float:
+        c = self.optimizer_config
+        return learning_rate_factor(self.step, c.warmup_steps, self.state.total_steps, c.min_lr_ratio, c.lr_decay)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.ranks.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def _gradients_stay_local(self, until: bool) -> AbstractContextManager[None]:
+        """Around forward and backward: no all-reduce of the gradients until the last micro-batch of a step."""
+        if until or not isinstance(self.model, DistributedDataParallel):
+            return nullcontext()
+        return self.model.no_sync()
+
+    # ------------------------------------------------------------------------------------------------ between the steps
+
+    def _start(self) -> None:
+        """Say what will happen, listen to signals, and make the evaluation that a stop may have left out."""
+        self.stop_request.listen()
+        self.reporter.header(header_lines(self), self.full_config, self.step, self.state.total_steps)
+        if self.step == 0 and self.config.init_from is not None:
+            log.info("starting from the model of %s; its evaluation loss is to be beaten:", self.config.init_from)
+            self._evaluate_and_keep_best()
+        elif self._is_due(self.config.eval_every_steps):
+            self._evaluate_and_keep_best()
+        self.reporter.watch.restart(self.step)
+
     def _evaluate_and_keep_best(self) -> None:
-        self.eval_loss = loss = self.evaluate()
-        self.text = self.sample() if self.ranks.is_main else ""
-        self.reporter.evaluation(self.step, loss, self.text)
-        if loss < self.best_eval_loss:
-            self.best_eval_loss, self.best_step = loss, self.step
-            self._save(best_url(self.snapshot_path), keep_previous=False)
-        # Early stopping. The best step is in the best snapshot, so a restart can't lose count.
+        with self.reporter.watch.paused():
+            state = self.state
+            state.eval_loss = self.evaluate()
+            state.text = self.sample() if self.ranks.is_main else ""
+            self.reporter.evaluation(self.step, state.eval_loss, state.text)
+            if state.eval_loss < state.best_eval_loss:
+                state.best_eval_loss, state.best_step = state.eval_loss, self.step
+                self._save(is_best=True)
+            self._stop_early_if_patience_is_over()
+
+    def _stop_early_if_patience_is_over(self) -> None:
+        # The best step is in the best snapshot, so a restart can't lose count.
         patience = (self.config.patience or math.inf) * self.config.eval_every_steps
-        if self.step - self.best_step >= patience and self.step < self.total_steps:
-            log.info("no lower evaluation loss since step %d: stopping early", self.best_step)
+        if self.step - self.state.best_step >= patience and self.step < self.state.total_steps:
+            log.info("no lower evaluation loss since step %d: stopping early", self.state.best_step)
             if not self._is_due(self.config.save_every_steps):
-                self._save(self.snapshot_path)
-            self.total_steps = self.step
+                self._save()
+            self.state.total_steps = self.step
 
     @torch.no_grad()
     def sample(self) -> str:
-        """Text of the present model that starts after a line's end (or, where the text has no lines, anywhere)."""
+        """Text of the present model that starts after a newline (or, where the text has no lines, anywhere)."""
         if not self.config.sample_tokens:
             return ""
         idx = self.vocabulary.encode(self.vocabulary.start)[None].to(self.ranks.device)  # (1, 1)
@@ -458,50 +270,46 @@ class Trainer:
         out = self.raw_model.generate(idx, self.config.sample_tokens, 0.8, do_sample=True, generator=random)  # (1, T)
         return self.vocabulary.decode(out[0, 1:])
 
+    def _finish(self) -> None:
+        state = self.state
+        if state.stop_signal:
+            self.reporter.close()
+            name = signal.Signals(state.stop_signal).name
+            log.info("stopped by %s after step %d of %d; start again to go on", name, self.step, state.total_steps)
+        else:
+            tokens_per_step = self.config.batch_size * self.block_size
+            self.reporter.finished(self.step, state.eval_loss, state.best_eval_loss, state.text, tokens_per_step)
+        if self.snapshots is not None and self.snapshots.errors:
+            raise RunError(f"the last snapshot could not be saved: {'; '.join(self.snapshots.errors.values())}")
+
     # ------------------------------------------------------------------------------------------------ snapshots
 
-    def _identity(self) -> Snapshot:
-        """What a snapshot must share with this run to be continued by it."""
+    def _identity(self, corpus: str) -> Snapshot:
+        """What a snapshot must share with this run to be continued by it; `corpus` is the text's fingerprint."""
         return {
             "model_config": dataclasses.asdict(self.raw_model.config),
             "vocabulary": self.vocabulary.characters,
             "optimizer_name": self.optimizer_config.name,
-            "corpus": self.corpus,
+            "corpus": corpus,
         }
 
-    def _save(self, url: str, keep_previous: bool = True) -> None:
-        if not self.ranks.is_main or self.config.dry_run:
+    def _save(self, is_best: bool = False) -> None:
+        """Write down all that the rest of the run depends on; rank 0 does, and not in a dry run."""
+        if self.snapshots is None:
             return
-        snapshot = {
-            **self._identity(),
+        state = {
             "step": self.step,
             "samples": self.step * self.config.batch_size,
             "model": self.raw_model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "best_eval_loss": self.best_eval_loss,
+            "best_eval_loss": self.state.best_eval_loss,
             "config": self.full_config,
             "torch_version": str(torch.__version__),
         }
-        self.reporter.flush()  # the curves up to here belong to it
-        try:
-            save_snapshot(snapshot, url, keep_previous)
-            self.save_errors.pop(url, None)
-        except Exception as error:  # a full disk, a store that answers 500: the next save may work again
-            self.save_errors[url] = f"{url}: {type(error).__name__}: {error}"
-            log.error("step %d could not be saved, training goes on: %s", self.step, self.save_errors[url])
-
-    def _best_so_far(self) -> tuple[float, int]:
-        """(Loss, step) of the best snapshot, which may be newer than the last one; (inf, 0) where none can be used."""
-        try:
-            best = load_snapshot(best_url(self.snapshot_path))
-            check_matches(best, self._identity())
-        except FileNotFoundError:  # there was no evaluation yet
-            return math.inf, 0
-        except ValueError as error:  # damaged, or of another run
-            log.warning("no usable best snapshot, the next evaluation makes one: %s", error)
-            return math.inf, 0
-        return best["best_eval_loss"], best["step"]
+        with self.reporter.watch.paused():
+            self.reporter.flush()  # the curves up to here belong to it
+            self.snapshots.save(state, is_best)
 
     def resume(self) -> None:
         """Go on from the run's snapshot if there is one; with resume=false, move old snapshots aside instead.
@@ -509,20 +317,10 @@ class Trainer:
         Raises:
             ValueError: the snapshot is of another run, or damaged beyond its predecessor.
         """
-        if self.config.dry_run:
-            return
         snapshot = None
-        if self.ranks.is_main:
-            prepare(self.snapshot_path)
+        if self.snapshots is not None:
             # Started over by torchrun, a run that was told to start over goes on: it has already done so.
-            if self.config.resume or self.ranks.is_restart:
-                snapshot = load_newest(self.snapshot_path)
-                if snapshot is not None:
-                    check_matches(snapshot, self._identity())
-                    snapshot["best"] = self._best_so_far()
-            else:
-                for name in set_aside(self.snapshot_path):
-                    log.info("moved an old snapshot aside: %s", name)
+            snapshot = self.snapshots.open(may_resume=self.config.resume or self.ranks.is_restart)
         # Read once, by one rank: the others may have no access, and must not see another file.
         snapshot = broadcast_from_main(snapshot)
         if snapshot is None:
@@ -531,58 +329,101 @@ class Trainer:
         load_optimizer_state(self.optimizer, snapshot["optimizer"])
         if snapshot["scaler"]:  # empty where the run wasn't in float16 up to now
             self.scaler.load_state_dict(snapshot["scaler"])
-        self.step = snapshot["step"]
-        self.best_eval_loss, self.best_step = snapshot["best"]
-        log.info("going on from %s after step %d of %d", self.snapshot_path, self.step, self.total_steps)
-        for group, values in self.full_config.items():
-            for key, value in values.items():
-                old = snapshot["config"].get(group, {}).get(key)
-                if old != value and key != "init_from":  # where the run once began, it can't begin again
-                    log.info("the configuration has changed and wins: %s.%s was %s, is %s", group, key, old, value)
-        if self.step >= self.total_steps:
+        self.state.step = snapshot["step"]
+        self.state.best_eval_loss, self.state.best_step = snapshot["best"]
+        for name, was, now in differences(snapshot["config"], self.full_config):
+            if name != "trainer_config.init_from":  # where the run once began; it doesn't begin again
+                log.info("the configuration has changed and wins: %s was %s, is %s", name, was, now)
+        if self.step >= self.state.total_steps:
             log.info("this run is already finished: there is nothing left to train")
 
-    # ------------------------------------------------------------------------------------------------ reports
-
-    def _report_header(self) -> None:
-        c, ranks, parameters = self.raw_model.config, self.ranks, self.raw_model.num_parameters() / 1e6
-        lines = [
-            f"model: {parameters:.2f} M parameters ({c.n_layer} layers, {c.n_head} heads, width {c.n_embd}, context "
-            f"{c.block_size}, vocabulary {c.vocab_size})",
-            f"text: {self.sampler.targets + 1} characters to train on, {len(self.eval_codes)} to evaluate on; "
-            f"{self.sampler.steps_per_epoch} steps an epoch, {self.total_steps} in all",
-            f"a step: {self.config.batch_size} windows = {ranks.world_size} ranks x {self.accumulation_steps} "
-            f"micro-batches of {self.micro_batch_size}; {str(self.dtype).removeprefix('torch.')} on {ranks.device}, "
-            f"optimizer {self.optimizer_config.name}",
-            f"snapshot: {self.snapshot_path}",
-        ]
-        self.reporter.header(lines, self.full_config, self.step, self.total_steps)
-
-    def _report_step(self, loss: float, grad_norm: Tensor) -> None:
-        watch, steps = self.watch, self.step - self.watch.first_step
+    def _report_step(self, loss: Tensor, grad_norm: Tensor) -> None:
+        self.reporter.step_done()
+        if not self._is_due(self.config.log_every_steps):
+            return
+        loss_value = loss.item()  # here alone the loop waits for the device
+        watch = self.reporter.watch
+        steps, seconds, data_seconds = self.step - watch.first_step, watch.seconds, watch.data_seconds
         values = {  # the loss of the global batch: the mean over ranks, whose shares are equally large
-            "train/loss": all_reduce_sum([loss])[0] / self.ranks.world_size,
+            "train/loss": all_reduce_sum([loss_value])[0] / self.ranks.world_size,
             "train/learning_rate": self.optimizer.param_groups[-1]["lr"],
             "train/grad_norm": grad_norm.item(),
             "train/param_norm": parameter_norm(self.raw_model),
-            "train/tokens_per_second": steps * self.config.batch_size * self.block_size / watch.seconds,
-            "time/data_seconds_per_step": watch.data_seconds / steps,
-            "time/compute_seconds_per_step": (watch.seconds - watch.data_seconds) / steps,
+            "train/tokens_per_second": steps * self.config.batch_size * self.block_size / seconds,
+            "time/data_seconds_per_step": data_seconds / steps,
+            "time/compute_seconds_per_step": (seconds - data_seconds) / steps,
             "memory/peak_gb": peak_memory(self.ranks.device),
         }
         self.reporter.train_step(self.step, values)
+        watch.restart(self.step)
 
-    def _report_end(self, steps: int) -> None:
-        if self.stop_signal:
-            name = signal.Signals(self.stop_signal).name
-            self.reporter.stopped(
-                f"stopped by {name} after step {self.step} of {self.total_steps}; start again to go on"
+    def _agree_to_step(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Let all ranks decide together, while the weights are still unchanged, whether to go on.
+
+        Raises:
+            RunError: on some rank the loss or the gradient is not finite, or the launcher is gone.
+        """
+        # On an accelerator, reading a number makes the program wait: there only steps that wait anyway are looked at,
+        # and those that are saved. On a CPU the number is at hand.
+        asked = self.stop_request.signal  # read once: it may come at any moment
+        due = asked or self._is_due(self.config.log_every_steps, 1) or self._is_due(self.config.save_every_steps, 1)
+        is_broken = False
+        if due or self.ranks.device.type == "cpu":
+            # In float16 an infinite gradient is normal now and then: the scaler leaves that step out.
+            is_broken = not (math.isfinite(loss) and (self.scaler.is_enabled() or math.isfinite(grad_norm)))
+        broken, orphaned, self.state.stop_signal = all_reduce_max([is_broken, self.stop_request.is_orphaned(), asked])
+        if broken:
+            raise RunError(
+                f"step {self.step + 1}: the loss or its gradient is not finite, at learning rates "
+                f"{[group['lr'] for group in self.optimizer.param_groups]}; the last snapshot is from before. "
+                "Lower the learning rates or trainer_config.grad_norm_clip, and start again"
             )
-            return
-        tokens = steps * self.config.batch_size * self.block_size
-        self.reporter.finished(self.step, self.eval_loss, self.best_eval_loss, self.text, tokens)
+        if orphaned:
+            raise RunError(f"step {self.step + 1}: torchrun is gone; leaving without another snapshot")
+
+
+class RunError(Exception):
+    """The run can't go on, and it is no bug: the message says, in one line, what happened and what to do."""
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of one rank's dropout in one optimizer step: ranks and steps draw independent masks.
+
+    Seeding every step anew, instead of saving the generator's state, makes a restarted run draw the same masks.
+    """
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
+
+
+def make_loader(
+    dataset: CharDataset, sampler: WindowSampler, batch_size: int, workers: int, device: torch.device
+) -> DataLoader:
+    """The loader of micro-batches; `CharDataset.__getitems__` has put each together already."""
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=ignore_signals,
+        generator=torch.Generator(),  # or the loader would draw from the global one, and shift the dropout
+    )
 
 
 def _as_it_is(batch: Any) -> Any:
-    """The loader's collate function: `CharDataset.__getitems__` has already put the batch together."""
     return batch
+
+
+def header_lines(trainer: Trainer) -> list[str]:
+    """What a run says before its first step."""
+    c, config, ranks = trainer.raw_model.config, trainer.config, trainer.ranks
+    ranks_and_parts = f"{ranks.world_size} x {trainer.accumulation_steps} x {trainer.micro_batch_size}"
+    return [
+        f"model: {trainer.raw_model.num_parameters() / 1e6:.2f} M parameters: {c.n_layer} layers, {c.n_head} heads, "
+        f"width {c.n_embd}; {c.vocab_size} different characters (guessing evenly: {math.log(c.vocab_size):.2f})",
+        f"text: {trainer.sampler.targets + 1:,} characters to train on, {len(trainer.eval_codes):,} to evaluate on",
+        f"steps: {trainer.state.total_steps:,}, of {config.batch_size} windows of {c.block_size} characters each; "
+        f"an epoch is {trainer.sampler.steps_per_epoch:,} steps",
+        f"machine: {str(trainer.dtype).removeprefix('torch.')} on {ranks.device}; the windows of a step: "
+        f"{ranks_and_parts} (ranks x micro-batches x windows)",
+    ]

@@ -18,9 +18,10 @@ from _common import PROJECT, print_table
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from config import Config
 from distributed import process_group
-from main import Config, build_trainer
-from report import SilentReporter
+from main import build_trainer
+from report import Reporter
 from trainer import Trainer
 
 
@@ -45,12 +46,12 @@ def main() -> None:
         stack.enter_context(initialize_config_dir(str(PROJECT), version_base="1.3"))
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), compose("gpt2_train_cfg")))
         trainer: Trainer = build_trainer(config, arguments.text, ranks, run_dir, {})  # type: ignore[arg-type]
-        trainer.reporter = SilentReporter()
+        trainer.reporter = Reporter(run_dir, is_main=False)
         batches, agree = trainer._batches(), trainer._agree_to_step
 
         def step() -> None:
             trainer._train_step(batches)
-            trainer.step += 1
+            trainer.state.step += 1
 
         milliseconds(step, steps)
         durations: dict[str, list[float]] = {"with": [], "without": []}
@@ -62,10 +63,10 @@ def main() -> None:
         alone = milliseconds(lambda: agree(loss, norm), 200)
 
         url = str(Path(run_dir) / "gpt_snapshot.pt")
-        saving = milliseconds(lambda: trainer._save(url), rounds * 4)
+        saving = milliseconds(lambda: trainer._save(), rounds * 4)
         fsync = os.fsync
         os.fsync = lambda descriptor: None  # type: ignore[assignment]
-        without_fsync = milliseconds(lambda: trainer._save(url), rounds * 4)
+        without_fsync = milliseconds(lambda: trainer._save(), rounds * 4)
         os.fsync = fsync
         if ranks.is_main:
             size = os.path.getsize(url) / 1e6

@@ -44,8 +44,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
+from config import Config
 from distributed import leave, process_group
-from main import Config, build_trainer
+from main import build_trainer
 from optimizer import split_parameters
 from trainer import Trainer
 
@@ -117,7 +118,7 @@ def measure_training(name: str, text: str, steps: int, overrides: list[str]) -> 
 
         def our_step() -> None:
             trainer._train_step(batches)
-            trainer.step += 1
+            trainer.state.step += 1
 
         step = hugging_face_step(trainer, batches) if name == "hugging_face" else our_step
         for _ in range(WARM_UP):

@@ -2,6 +2,7 @@
 
 python docs/pictures.py mask schedule ranks restart     # the ones named, or all four: docs/NAME.png
 python docs/pictures.py curves RUN_DIR RUN_DIR          # docs/curves.png from two finished runs' TensorBoard events
+python docs/pictures.py run RUN_DIR                     # docs/run.png: one run's losses, and what it writes on the way
 python docs/pictures.py terminal COMMAND ...            # docs/terminal.gif: the command, run and recorded in a terminal
 """
 
@@ -30,8 +31,10 @@ DOCS = Path(__file__).resolve().parent
 PROJECT = DOCS.parent
 sys.path[:0] = [str(PROJECT), str(DOCS / "mistakes")]
 
-from char_dataset import CharDataset, WindowSampler  # noqa: E402
+from char_dataset import CharDataset, CharVocabulary, WindowSampler  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
 from optimizer import learning_rate_factor  # noqa: E402
+from snapshot import load_snapshot  # noqa: E402
 
 BLUE, ORANGE, GREEN, RED, GREY = "#1f77b4", "#e07b00", "#2a8a3e", "#c22f2f", "#8a8a8a"  # told apart without colour too
 plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 110})
@@ -203,6 +206,58 @@ def draw_curves(run_dirs: list[str]) -> None:
     save(figure, "curves")
 
 
+YARDSTICK = 1.905  # what nanoGPT's settings for a CPU end at: the recorded median in docs/results.md
+
+
+def untrained_text(run_dir: str, length: int) -> str:
+    """What the model of a run wrote before its first step: the same seed makes the same weights and the same draws."""
+    snapshot = load_snapshot(f"{run_dir}/gpt_snapshot.pt")
+    seed, vocabulary = snapshot["config"]["trainer_config"]["seed"], CharVocabulary(snapshot["vocabulary"])
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**snapshot["model_config"]))
+    random = torch.Generator().manual_seed(seed)
+    out = model.generate(vocabulary.encode("\n")[None], length, 0.8, do_sample=True, generator=random)
+    return vocabulary.decode(out[0, 1:])
+
+
+def read_samples(run_dir: str) -> dict[int, str]:
+    """The texts that a run wrote at its evaluations, by optimizer step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(run_dir, size_guidance={"tensors": 0})
+    events.Reload()
+    texts = {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors("samples/text_summary")}
+    return {step: "\n".join(line.removeprefix("    ") for line in text.split("\n")) for step, text in texts.items()}
+
+
+def draw_run(run_dir: str, steps: tuple[int, ...] = (0, 100, 300)) -> None:
+    """docs/run.png: the losses of one run beside what it wrote at some steps and at its end."""
+    samples = {0: untrained_text(run_dir, 500), **read_samples(run_dir)}
+    steps = (*steps, max(samples))
+    figure = plt.figure(figsize=(11, 5.2), layout="constrained")
+    grid = figure.add_gridspec(len(steps), 2, width_ratios=[1.15, 1])
+    axis = figure.add_subplot(grid[:, 0])
+    axis.plot(*read_scalars(run_dir, "train/loss"), color=BLUE, linewidth=0.7, alpha=0.7, label="training loss")
+    at, losses = read_scalars(run_dir, "eval/loss")
+    axis.plot(at, losses, color=ORANGE, marker="o", markersize=4, label="evaluation loss")
+    axis.annotate(f"{losses[-1]:.2f}", (at[-1], losses[-1]), (4, 6), textcoords="offset points")
+    for level, words in (
+        (np.log(65), "guessing evenly: ln 65 = 4.17"),
+        (YARDSTICK, "nanoGPT's CPU settings end at 1.91"),
+    ):
+        axis.axhline(level, color=GREY, linewidth=1, linestyle="--")
+        axis.text(at[-1], level + 0.04, words, ha="right", color="#555555")
+    axis.set(xlabel="optimizer step", ylabel="loss, nats a character", ylim=(1.2, 4.5), xlim=(0, None))
+    axis.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.88))
+    for row, step in enumerate(steps):
+        panel = figure.add_subplot(grid[row, 1])
+        panel.axis("off")
+        lines = [line[:56] for line in samples[step].strip("\n").split("\n")][:5]
+        panel.set_title(f"step {step:,}", loc="left", fontsize=10, weight="bold")
+        panel.text(0, 1, "\n".join(lines), va="top", family="monospace", fontsize=8.5, parse_math=False)
+    save(figure, "run")
+
+
 COLUMNS, LINES = 100, 30  # of the recorded terminal
 
 
@@ -264,6 +319,11 @@ def main() -> None:
             sys.exit("error: name two run directories: python docs/pictures.py curves RUN_DIR RUN_DIR")
         draw_curves(names[1:])
         return
+    if names[0] == "run":
+        if len(names) != 2:
+            sys.exit("error: name a run directory: python docs/pictures.py run RUN_DIR")
+        draw_run(names[1])
+        return
     if names[0] == "terminal":
         if len(names) == 1:
             sys.exit("error: name a command: python docs/pictures.py terminal COMMAND ...")
@@ -272,7 +332,7 @@ def main() -> None:
     functions = {"mask": draw_mask, "schedule": draw_schedule, "ranks": draw_ranks, "restart": draw_restart}
     for name in names:
         if name not in functions:
-            sys.exit(f"error: no picture is called {name}; there are {', '.join(functions)}, curves and terminal")
+            sys.exit(f"error: no picture is called {name}; there are {', '.join(functions)}, curves, run and terminal")
         functions[name]()
 
 

@@ -342,13 +342,13 @@ def test_a_best_snapshot_does_not_make_up_for_the_last(tmp_path):
     script = textwrap.dedent(
         """
         import sys
-        import main, trainer
-        save = trainer.save_snapshot
-        def refuse(snapshot, url, keep_previous=True):
+        import main, snapshot
+        save = snapshot.save_snapshot
+        def refuse(state, url, keep_previous=True):
             if keep_previous:
                 raise OSError("no room")
-            save(snapshot, url, keep_previous)
-        trainer.save_snapshot = refuse
+            save(state, url, keep_previous)
+        snapshot.save_snapshot = refuse
         main.main()
         """
     )

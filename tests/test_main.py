@@ -18,11 +18,12 @@ from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, TINY_SIZES, read_losses, ru
 from omegaconf import OmegaConf
 
 import main
+from config import Config
 from distributed import Ranks, process_group
 from snapshot import load_snapshot
 
 CONFIGURATION = PROJECT / "gpt2_train_cfg.yaml"
-GROUPS = {field.name: field for field in dataclasses.fields(main.Config)}
+GROUPS = {field.name: field for field in dataclasses.fields(Config)}
 
 
 def no_network() -> dict[str, str]:
@@ -423,6 +424,14 @@ def test_configuration_file_and_dataclasses_have_the_same_keys(group):
     assert list(OmegaConf.load(CONFIGURATION)[group]) == keys  # in the same order too
 
 
+@pytest.mark.parametrize("group", GROUPS)
+def test_configuration_file_and_dataclasses_have_the_same_defaults(group):
+    """Catches two defaults for one key: a model built in Python would not be the one that the command trains."""
+    in_code = OmegaConf.to_container(OmegaConf.structured(Config))[group]
+    in_file = OmegaConf.to_container(OmegaConf.load(CONFIGURATION))[group]
+    assert in_code == in_file
+
+
 def test_every_key_has_a_comment():
     """Catches a key that the reader has to guess: each line of the four groups ends with what it means."""
     lines = CONFIGURATION.read_text(encoding="utf-8").splitlines()
@@ -437,6 +446,6 @@ def test_every_key_has_a_comment():
 def test_defaults_of_the_file_are_valid():
     """Catches a default configuration that the schema itself refuses."""
     groups = {key: value for key, value in OmegaConf.load(CONFIGURATION).items() if key in GROUPS}
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(main.Config), groups))
-    assert isinstance(config, main.Config)
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), groups))
+    assert isinstance(config, Config)
     assert config.data_config.path == "data/input.txt"

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from model import GPT, MODEL_TYPES, ArchitectureConfig, CausalSelfAttention, GPTConfig, choose_token, gelu
+from model import GPT, MODEL_TYPES, ArchitectureConfig, CausalSelfAttention, GPTConfig, gelu
+from sampling import choose_token
 
 V, T, C = 17, 12, 32  # vocab_size, block_size, n_embd of most models here
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import optimizer as optimizer_module
 from model import GPT, GPTConfig
 from optimizer import (
     OptimizerConfig,
@@ -189,7 +190,7 @@ def test_untied_head_and_other_shapes_decay_by_their_meaning():
             self.scale = nn.Parameter(torch.ones(4))
 
     model = Untied()
-    optimizer = create_optimizer(model, OptimizerConfig(weight_decay=0.3))
+    optimizer = create_optimizer(model, OptimizerConfig(name="adamw", weight_decay=0.3))
     groups = {group["weight_decay"]: {id(p) for p in group["params"]} for group in optimizer.param_groups}
     assert groups == {
         0.3: {id(model.twice.weight), id(model.head.weight)},
@@ -241,7 +242,8 @@ def test_adamw_equals_its_formula():
     """Catches decay coupled to the gradient, no bias correction, and betas or decay that never arrive."""
     lr, decay, beta1, beta2, eps = 0.01, 0.3, 0.8, 0.9, 1e-8
     model = make_model()
-    optimizer = create_optimizer(model, OptimizerConfig(learning_rate=lr, weight_decay=decay, betas=(beta1, beta2)))
+    config = OptimizerConfig(name="adamw", learning_rate=lr, weight_decay=decay, betas=(beta1, beta2))
+    optimizer = create_optimizer(model, config)
     wanted = {key: p.detach().double().clone() for key, p in model.named_parameters()}
     m = {key: torch.zeros_like(p) for key, p in wanted.items()}
     v = {key: torch.zeros_like(p) for key, p in wanted.items()}
@@ -435,6 +437,37 @@ def test_configuration_wins_over_the_saved_state(name):
     take_steps(model, optimizer, [3])
     take_steps(twin, by_hand, [3])
     assert_same(model, twin)
+
+
+def test_what_a_snapshot_says_of_muon_is_what_was_done(monkeypatch):
+    """Catches a file that names five Newton-Schulz steps while four are done, and settings of older programs in it."""
+    model = make_model()
+    optimizer = create_optimizer(model, OptimizerConfig(name="muon"))
+    done = []
+    original = optimizer_module.orthogonalize
+    monkeypatch.setattr(optimizer_module, "orthogonalize", lambda m, t, n: done.append(n) or original(m, t, n))
+    take_steps(model, optimizer, [1])
+    saved = through_a_file(optimizer.state_dict())
+    (group,) = saved["muon"]["param_groups"]
+    assert set(done) == {group["ns_steps"]}
+    group.update(ns_steps=5, nesterov=True, adjust_lr_fn=None)  # as the first version of this program saved them
+    load_optimizer_state(optimizer, saved)
+    (group,) = through_a_file(optimizer.state_dict())["muon"]["param_groups"]
+    assert set(done) == {group["ns_steps"]}
+    assert not {"nesterov", "adjust_lr_fn"} & set(group)
+
+
+def test_muon_makes_its_state_once(monkeypatch):
+    """Catches memory for all momenta that is allocated and set to zero in every step."""
+    model = make_model()
+    optimizer = create_optimizer(model, OptimizerConfig(name="muon"))
+    made = []
+    zeros_like = torch.zeros_like
+    monkeypatch.setattr(torch, "zeros_like", lambda p, **options: made.append(p.shape) or zeros_like(p, **options))
+    take_steps(model, optimizer, [1])
+    first = len(made)
+    take_steps(model, optimizer, [2, 3])
+    assert len(made) == first > 0
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 24, 8), (2, 8, 24)])

@@ -25,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trainer as trainer_module
 from char_dataset import CharDataset, CharVocabulary, WindowSampler
+from config import Config, TrainerConfig, choose_dtype
 from distributed import Ranks, process_group
-from main import Config, build_trainer
+from main import build_trainer
 from optimizer import learning_rate_factor
 from snapshot import load_snapshot, save_snapshot
-from trainer import Trainer, TrainerConfig, choose_dtype, step_seed
+from trainer import Trainer, step_seed
 
 # What the tests below vary; a step is always the same 12 windows.
 MICRO_BATCHES = {1: (12, 6, 4, 3), 2: (6, 3, 2), 3: (4, 2, 1)}  # ranks: sequences in a forward pass

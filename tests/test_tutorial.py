@@ -1,5 +1,6 @@
-"""TUTORIAL.md and README.md say what is there: excerpts, names, keys, commands, and the figures' direction."""
+"""The documents say what is there: excerpts, links, names, keys, commands, and the direction of the figures."""
 
+import ast
 import itertools
 import os
 import re
@@ -17,9 +18,16 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 import generate
-import main
+import main  # noqa: F401 (registers the schema and the recipes with Hydra)
+from config import Config
 
-DOCUMENTS = {name: (PROJECT / name).read_text(encoding="utf-8") for name in ("README.md", "TUTORIAL.md")}
+DOCUMENTS = {
+    name: (PROJECT / name).read_text(encoding="utf-8")
+    for name in (
+        *("README.md", "TUTORIAL.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+        *sorted(path.relative_to(PROJECT).as_posix() for path in (PROJECT / "docs").glob("*.md")),
+    )
+}
 MISTAKES = sorted(path.stem for path in (PROJECT / "docs" / "mistakes").glob("[!_]*.py"))
 GROUPS = ("data_config", "gpt_config", "optimizer_config", "trainer_config")
 
@@ -32,14 +40,51 @@ def without_code(text: str) -> str:
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def excerpts() -> list[tuple[int, str, list[str]]]:
-    """All of TUTORIAL.md's excerpts: (line in it, file, its contiguous pieces)."""
-    found = []
-    text = DOCUMENTS["TUTORIAL.md"]
-    for match in re.finditer(r"From `([\w/.]+)`:\n\n```\w*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
-        line = text[: match.start(2)].count("\n") + 1
-        found.append((line, match[1], re.split(r"^ *\.\.\. *\n", match[2], flags=re.MULTILINE)))
-    return found
+def without_solutions(text: str) -> str:
+    """A document without what is folded away, line for line: the solutions change the code, and don't quote it."""
+    return re.sub(r"^<details>.*?^</details>$", lambda m: "\n" * m[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
+
+
+def chapters() -> dict[int, str]:
+    """TUTORIAL.md's numbered chapters, without solutions."""
+    parts = re.split(r"^## ", without_solutions(DOCUMENTS["TUTORIAL.md"]), flags=re.MULTILINE)[1:]
+    return {int(part.split(".")[0]): part for part in parts if re.match(r"\d+\. ", part)}
+
+
+def excerpts() -> list[tuple[int, str, str]]:
+    """All of TUTORIAL.md's excerpts: (line in it, file, code)."""
+    text = without_solutions(DOCUMENTS["TUTORIAL.md"])
+    matches = re.finditer(r"From `([\w/.]+)`:\n\n```\w*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [(text[: match.start(2)].count("\n") + 1, match[1], match[2]) for match in matches]
+
+
+def pieces(code: str) -> list[list[str]]:
+    """The lines between an excerpt's lines of dots, without blank lines around them."""
+    parts = re.split(r"^ *\.\.\.\n", code, flags=re.MULTILINE)
+    return [part.strip("\n").splitlines() for part in parts if part.strip()]
+
+
+def scopes(source: str) -> list[str]:
+    """For each line of a file, the innermost function or class that it belongs to, "GPT.forward" for example."""
+    names = [""] * source.count("\n")
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = prefix
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                name = f"{prefix}.{child.name}".lstrip(".")
+                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+                for number in range(first, (child.end_lineno or first) + 1):
+                    names[number - 1] = name
+            visit(child, name)
+
+    visit(ast.parse(source), "")
+    return names
+
+
+def slug(title: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def commands(document: str) -> list[str]:
@@ -57,45 +102,89 @@ COMMANDS = [(document, command) for document in DOCUMENTS for command in command
 
 
 @pytest.mark.parametrize(
-    ("line", "file", "pieces"), [pytest.param(*e, id=f"line-{e[0]}-{Path(e[1]).stem}") for e in excerpts()]
+    ("line", "file", "code"), [pytest.param(*e, id=f"line-{e[0]}-{Path(e[1]).stem}") for e in excerpts()]
 )
-def test_excerpts_are_verbatim(line: int, file: str, pieces: list[str]) -> None:
-    """Catches code in the tutorial that is no longer the project's."""
+def test_excerpts_are_verbatim(line: int, file: str, code: str) -> None:
+    """Catches code in the tutorial that is no longer the project's, or that stands under another function's name.
+
+    An excerpt begins with a `def`, a `class` or a decorator. Its pieces are in the file, each in one go, in this order,
+    and in the function or class that the excerpt shows them in. What is left out, the end included, has its dots.
+    """
     source = (PROJECT / file).read_text(encoding="utf-8")
-    for piece in pieces:
-        missing = [text for text in piece.splitlines() if text not in source.splitlines()]
-        assert piece in source, f"TUTORIAL.md:{line}: {file} has no such piece; lines that it doesn't have: {missing}"
+    lines, scope_of = source.splitlines(), scopes(source)
+    assert re.match(r" *(def|class|@)", code), f"TUTORIAL.md:{line}: an excerpt must begin with def, class or @"
+    shown: list[tuple[int, str]] = []  # (indentation, name) of the class and of the function in it that is being quoted
+    end = 0  # lines of the file up to the end of the last piece
+    for piece in pieces(code):
+        missing = [text for text in piece if text not in lines]
+        starts = [i for i in range(end, len(lines)) if lines[i : i + len(piece)] == piece]
+        assert starts, f"TUTORIAL.md:{line}: {file} has no such piece, {piece[0]!r}, there; unknown lines: {missing}"
+        left_out = any(text.strip() for text in lines[end : starts[0]])
+        assert left_out or not shown, f"TUTORIAL.md:{line}: the dots before {piece[0]!r} stand for nothing"
+        for number, text in enumerate(piece, start=starts[0]):
+            if match := re.match(r"( *)(?:def|class) (\w+)", text):
+                shown = [(indent, name) for indent, name in shown if indent < len(match[1])]
+                shown.append((len(match[1]), match[2]))
+            if text.strip() and not text.lstrip().startswith("@"):
+                scope = ".".join(name for _, name in shown)
+                assert scope_of[number] == scope, f"TUTORIAL.md:{line}: {text!r} is not in {scope} of {file}"
+        end = starts[0] + len(piece)
+    scope = ".".join(name for _, name in shown)
+    is_whole = not any(name == scope or name.startswith(f"{scope}.") for name in scope_of[end:])
+    has_dots = code.rstrip().endswith("...")
+    assert is_whole != has_dots, f"TUTORIAL.md:{line}: the excerpt of {scope} must say with dots that it is cut off"
 
 
 def test_every_block_of_python_is_an_excerpt() -> None:
     """Catches code that the test above doesn't see, and chapters with more than 40 lines of it."""
-    text = DOCUMENTS["TUTORIAL.md"]
+    text = without_solutions(DOCUMENTS["TUTORIAL.md"])
     assert text.count("```python") == len(excerpts())
-    chapters = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
-    assert len(chapters) == 10
-    for chapter in chapters:
+    assert list(chapters()) == list(range(12))
+    for number, chapter in chapters().items():
         blocks = re.findall(r"^```python\n(.*?)^```$", chapter, flags=re.MULTILINE | re.DOTALL)
-        assert 1 <= sum(block.count("\n") for block in blocks) <= 40, chapter.splitlines()[0]
-        for part in ("**The classic mistake**", "**Exercise.**", "**Read on:**", "\npytest tests/", "docs/mistakes/"):
+        longest = {0: 60, 1: 110}.get(number, 40)  # these two show the whole before its parts
+        assert 1 <= sum(block.count("\n") for block in blocks) <= longest, chapter.splitlines()[0]
+        parts = ["**The classic mistake**", "**Exercise.**", "**Read on:**", "\npytest tests/", "docs/mistakes/"]
+        for part in parts if number >= 2 else ["\npython "]:
             assert part in chapter, f"{part} is missing in chapter {chapter.splitlines()[0]}"
+
+
+def test_every_exercise_has_a_solution() -> None:
+    """Catches a chapter whose solution is missing, or open for all to see."""
+    parts = re.split(r"^## (?=\d+\. )", DOCUMENTS["TUTORIAL.md"], flags=re.MULTILINE)[1:]
+    for part in parts:
+        solutions = re.findall(r"^<details>$.*?^</details>$", part, flags=re.MULTILINE | re.DOTALL)
+        assert len(solutions) == part.count("**Exercise.**"), part.splitlines()[0]
+
+
+def test_chapters_are_called_by_their_numbers() -> None:
+    """Catches a number from before the chapters were renumbered."""
+    for name, number, anchor in re.findall(r"\[(chapter )?(\d+)[^\]]*\]\(#(\d+)-", DOCUMENTS["TUTORIAL.md"]):
+        assert number == anchor, f"{name}{number} leads to {anchor}"
+    for mistake in MISTAKES:
+        docstring = ast.get_docstring(ast.parse((PROJECT / f"docs/mistakes/{mistake}.py").read_text(encoding="utf-8")))
+        (number,) = re.findall(r"TUTORIAL\.md, chapter (\d+)", docstring or "")
+        assert f"python docs/mistakes/{mistake}.py\n" in chapters()[int(number)], mistake
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_and_file_names_exist(document: str) -> None:
-    """Catches links and names of files that were renamed or never written."""
-    text = DOCUMENTS[document]
-    anchors = {
-        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.M)
-    }
+    """Catches links and names of files that were renamed or never written. Links start from the document's folder."""
+    text, folder = without_code(DOCUMENTS[document]), (PROJECT / document).parent
     missing = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
         if re.match(r"\w+:", target):
             continue
-        if (path and not (PROJECT / path).exists()) or (not path and anchor not in anchors):
+        file = folder / path if path else PROJECT / document
+        if not file.exists():
             missing.append(target)
-    for name in re.findall(r"`([\w./-]+(?:\.(?:py|md|yaml|yml|toml|txt|png|svg)|/))`", without_code(text)):
-        if name not in MADE_LATER and not (PROJECT / name).exists():
+        elif anchor:
+            titles = re.findall(r"^#+ (.*)$", without_code(file.read_text(encoding="utf-8")), flags=re.MULTILINE)
+            if anchor not in map(slug, titles):
+                missing.append(target)
+    for name in re.findall(r"`([\w./-]+(?:\.(?:py|md|yaml|yml|toml|txt|png|svg|gif)|/))`", text):
+        if name not in MADE_LATER and not (PROJECT / name).exists() and not (folder / name).exists():
             missing.append(name)
     assert missing == []
 
@@ -107,7 +196,7 @@ def test_tests_exist(document: str) -> None:
         if not command.startswith("pytest "):
             continue
         arguments = shlex.split(command)
-        file = PROJECT / arguments[1]
+        file = next(PROJECT / argument for argument in arguments if argument.startswith("tests/"))
         names = re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
         words = re.findall(r"\w+", arguments[arguments.index("-k") + 1]) if "-k" in arguments else []
         for word in set(words) - {"or", "and", "not"}:
@@ -121,7 +210,7 @@ def test_configuration_keys_exist(document: str) -> None:
     """Catches keys that the configuration doesn't have."""
     configuration = OmegaConf.load(PROJECT / "gpt2_train_cfg.yaml")
     keys = set(re.findall(rf"\b({'|'.join(GROUPS)})\.(\w+)", DOCUMENTS[document]))
-    assert keys
+    assert keys or document not in ("README.md", "TUTORIAL.md", "docs/configuration.md")
     assert [f"{group}.{key}" for group, key in keys if key not in configuration[group]] == []
 
 
@@ -186,7 +275,7 @@ def check_configuration(overrides: list[str]) -> None:
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(PROJECT)):
         try:
             values = OmegaConf.to_container(hydra.compose("gpt2_train_cfg", overrides), resolve=True)
-            OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(main.Config), values))
+            OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
         except (HydraException, ValueError) as error:
             pytest.fail(f"{overrides}: {error}")
 

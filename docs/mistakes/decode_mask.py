@@ -1,4 +1,4 @@
-"""is_causal=True with one query and many cached keys hides all but the first (TUTORIAL.md, chapter 10).
+"""is_causal=True with one query and many cached keys hides all but the first (TUTORIAL.md, chapter 11).
 
 A trained model reads unseen text one token at a time, with cached keys and values, and predicts what follows.
 """

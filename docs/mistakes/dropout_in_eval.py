@@ -1,4 +1,4 @@
-"""Dropout that stays on while evaluating (TUTORIAL.md, chapter 2): the same batch, scored twice."""
+"""Dropout that stays on while evaluating (TUTORIAL.md, chapter 3): the same batch, scored twice."""
 
 from unittest.mock import patch
 

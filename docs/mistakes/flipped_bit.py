@@ -1,4 +1,4 @@
-"""torch.load doesn't look at checksums: a flipped bit in a weight passes (TUTORIAL.md, chapter 8)."""
+"""torch.load doesn't look at checksums: a flipped bit in a weight passes (TUTORIAL.md, chapter 9)."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A float mask handed to nn.MultiheadAttention is added to the scores: nothing is hidden (TUTORIAL.md, chapter 2).
+"""A float mask handed to nn.MultiheadAttention is added to the scores: nothing is hidden (TUTORIAL.md, chapter 3).
 
 The model reads its own targets from the input, except at the last position, the only one that generation uses.
 """

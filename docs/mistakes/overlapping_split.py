@@ -1,4 +1,4 @@
-"""Windows drawn first and split at random afterwards overlap (TUTORIAL.md, chapter 1).
+"""Windows drawn first and split at random afterwards overlap (TUTORIAL.md, chapter 2).
 
 One model, trained on the windows of such a split, is scored twice: on that split's test windows, and on text of which
 it has seen no character.

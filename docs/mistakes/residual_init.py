@@ -1,4 +1,4 @@
-"""The scaled initialisation reaches the attention's output and not the MLP's (TUTORIAL.md, chapter 3).
+"""The scaled initialisation reaches the attention's output and not the MLP's (TUTORIAL.md, chapter 4).
 
 It happens where names are matched, and the MLP's last layer is called something else than `c_proj`.
 """

@@ -1,4 +1,4 @@
-"""The whole context goes through the model again for every new token (TUTORIAL.md, chapter 10)."""
+"""The whole context goes through the model again for every new token (TUTORIAL.md, chapter 11)."""
 
 import time
 

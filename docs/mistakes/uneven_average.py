@@ -1,4 +1,4 @@
-"""Averages of averages over groups of different sizes (TUTORIAL.md, chapter 7).
+"""Averages of averages over groups of different sizes (TUTORIAL.md, chapter 8).
 
 Ten windows as micro-batches of 4, 4 and 2, and an evaluation text shared by three ranks; the reference is everything
 in one batch.
