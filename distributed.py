@@ -1,7 +1,7 @@
 """Who am I among the ranks: set-up, tear-down, and the few collectives that the trainer needs.
 
 Sixth module of the reading order, after `trainer.py`; `snapshot.py` comes next. It alone reads the environment that a
-launcher sets. There is one path: a run without a launcher is a world of one rank.
+launcher sets. There is one path: without a launcher, a run is a group of one rank.
 """
 
 import itertools

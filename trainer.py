@@ -89,6 +89,7 @@ class Trainer:
         self.accumulation_steps = config.batch_size // (self.micro_batch_size * ranks.world_size)
 
         self.dtype = choose_dtype(config, ranks.device)  # of matrix products; the weights stay float32
+        self.autocast = torch.autocast(ranks.device.type, self.dtype, enabled=self.dtype != torch.float32)
         self.raw_model = model.to(ranks.device)  # saved, evaluated and sampled under its own names
         if config.compile:
             self.raw_model.compile()
@@ -145,12 +146,14 @@ class Trainer:
             the device, because reading them would make the program wait for it.
         """
         torch.manual_seed(step_seed(self.config.seed, self.step, self.ranks.rank))  # of dropout
-        set_learning_rate(self.optimizer, self._learning_rate_factor())
+        c = self.optimizer_config
+        factor = learning_rate_factor(self.step, c.warmup_steps, self.state.total_steps, c.min_lr_ratio, c.lr_decay)
+        set_learning_rate(self.optimizer, factor)
         mean_loss = torch.zeros((), device=self.ranks.device)
         for micro_step in range(self.accumulation_steps):
             x, y = next(batches)  # (B, T) each
             with self._gradients_stay_local(until=micro_step == self.accumulation_steps - 1):
-                with self._autocast():
+                with self.autocast:
                     _, loss = self.model(x, y)
                 # Micro-batches and ranks are equally large, so the mean of their means is the global batch's mean.
                 loss = loss / self.accumulation_steps
@@ -184,7 +187,7 @@ class Trainer:
             for x, y in evaluation_batches(
                 self.eval_codes, self.block_size, self.micro_batch_size, self.ranks.rank, self.ranks.world_size
             ):
-                with self._autocast():
+                with self.autocast:
                     _, loss = self.raw_model(x.to(self.ranks.device), y.to(self.ranks.device))
                 losses.append(loss)
                 counts.append(int((y != -1).sum()))
@@ -214,20 +217,13 @@ class Trainer:
             for x, y in self.reporter.watch.waiting_for(self.loader):
                 yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
-    def _learning_rate_factor(self) -> float:
-        c = self.optimizer_config
-        return learning_rate_factor(self.step, c.warmup_steps, self.state.total_steps, c.min_lr_ratio, c.lr_decay)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.ranks.device.type, self.dtype, enabled=self.dtype != torch.float32)
-
     def _gradients_stay_local(self, until: bool) -> AbstractContextManager[None]:
         """Around forward and backward: no all-reduce of the gradients until the last micro-batch of a step."""
         if until or not isinstance(self.model, DistributedDataParallel):
             return nullcontext()
         return self.model.no_sync()
 
-    # ------------------------------------------------------------------------------------------------ between the steps
+    # ---------------------------------------------------------- armour: between the steps, snapshots, reports, faults
 
     def _start(self) -> None:
         """Say what will happen, listen to signals, and make the evaluation that a stop may have left out."""
@@ -244,7 +240,7 @@ class Trainer:
         with self.reporter.watch.paused():
             state = self.state
             state.eval_loss = self.evaluate()
-            state.text = self.sample() if self.ranks.is_main else ""
+            state.text = self.sample() if self.ranks.is_main and self.config.sample_tokens else ""
             self.reporter.evaluation(self.step, state.eval_loss, state.text)
             if state.eval_loss < state.best_eval_loss:
                 state.best_eval_loss, state.best_step = state.eval_loss, self.step
@@ -263,8 +259,6 @@ class Trainer:
     @torch.no_grad()
     def sample(self) -> str:
         """Text of the present model that starts after a newline (or, where the text has no lines, anywhere)."""
-        if not self.config.sample_tokens:
-            return ""
         idx = self.vocabulary.encode(self.vocabulary.start)[None].to(self.ranks.device)  # (1, 1)
         random = torch.Generator(self.ranks.device).manual_seed(self.config.seed)
         out = self.raw_model.generate(idx, self.config.sample_tokens, 0.8, do_sample=True, generator=random)  # (1, T)
@@ -281,8 +275,6 @@ class Trainer:
             self.reporter.finished(self.step, state.eval_loss, state.best_eval_loss, state.text, tokens_per_step)
         if self.snapshots is not None and self.snapshots.errors:
             raise RunError(f"the last snapshot could not be saved: {'; '.join(self.snapshots.errors.values())}")
-
-    # ------------------------------------------------------------------------------------------------ snapshots
 
     def _identity(self, corpus: str) -> Snapshot:
         """What a snapshot must share with this run to be continued by it; `corpus` is the text's fingerprint."""

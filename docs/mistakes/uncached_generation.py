@@ -3,10 +3,10 @@
 import time
 
 import torch
-from _shared import is_quick, print_table, small_model
+from _shared import is_quick, print_table
 from torch import Tensor
 
-from model import GPT
+from model import GPT, GPTConfig
 
 
 @torch.no_grad()
@@ -21,7 +21,8 @@ def generate_uncached(model: GPT, idx: Tensor, max_new_tokens: int) -> Tensor:
 if __name__ == "__main__":
     quick = is_quick(__doc__)
     block_size = 128 if quick else 256
-    model = small_model(65, block_size, n_layer=6, n_embd=128 if quick else 384).eval()
+    sizes = {"n_layer": 6, "n_head": 2, "n_embd": 128} if quick else {"n_layer": 6, "n_head": 6, "n_embd": 384}
+    model = GPT(GPTConfig(vocab_size=65, block_size=block_size, bias=False, **sizes)).eval()
     prompt = torch.zeros(1, 1, dtype=torch.int64)
     new = block_size - 1  # up to the full context: so far both must say the same
     rows, texts = [], []
