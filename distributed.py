@@ -23,21 +23,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place in the run.
+    """This process's place in the run."""
 
-    Args:
-        rank: 0 ... world_size - 1 over all nodes; rank 0 alone writes, logs and reports.
-        local_rank: the same, counted on this node; local rank 0 does what must be done once for each node.
-        world_size: how many processes train together.
-        device: where this process computes.
-        is_restart: whether a launcher has started this run again after a failure.
-    """
-
-    rank: int
-    local_rank: int
-    world_size: int
-    device: torch.device
-    is_restart: bool = False
+    rank: int  # 0 ... world_size - 1 over all nodes; rank 0 alone writes, logs and reports
+    local_rank: int  # the same, counted on this node; local rank 0 does what must be done once for each node
+    world_size: int  # how many processes train together
+    device: torch.device  # where this process computes
+    is_restart: bool = False  # whether a launcher has started this run again after a failure
 
     @property
     def is_main(self) -> bool:

@@ -30,29 +30,20 @@ NOT_GIVEN: Any = None  # a default that `resolve_sizes` replaces by a number, or
 class GPTConfig:
     """All that is needed to build a GPT.
 
-    Args:
-        vocab_size: V, how many different tokens there are.
-        block_size: the longest sequence that the learned positions cover, in tokens.
-        n_layer, n_head, n_embd: blocks; attention heads in each; width, a multiple of n_head.
-        model_type: a name of MODEL_TYPES, which stands for these three sizes; None where they are given.
-        embd_pdrop, resid_pdrop, attn_pdrop: dropout probabilities, from 0 to below 1: after the embeddings, at the end
-            of each branch, and of attention weights.
-        bias: whether linear layers and norms have biases, as in GPT-2.
-
     Raises:
         ValueError: both or neither of `model_type` and the three sizes are given, or they don't fit together.
     """
 
-    vocab_size: int
-    block_size: int
-    n_layer: int = NOT_GIVEN
-    n_head: int = NOT_GIVEN
-    n_embd: int = NOT_GIVEN
-    model_type: str | None = None
-    embd_pdrop: float = 0.0
-    resid_pdrop: float = 0.0
-    attn_pdrop: float = 0.0
-    bias: bool = True
+    vocab_size: int  # V, how many different tokens there are
+    block_size: int  # the longest sequence that the learned positions cover, in tokens
+    n_layer: int = NOT_GIVEN  # blocks
+    n_head: int = NOT_GIVEN  # nh, attention heads in each block
+    n_embd: int = NOT_GIVEN  # C, width of the residual stream; a multiple of n_head
+    model_type: str | None = None  # a name of MODEL_TYPES, which stands for the three sizes above
+    embd_pdrop: float = 0.0  # dropout probability after the embeddings, from 0 to below 1
+    resid_pdrop: float = 0.0  # the same at the end of each attention and MLP branch
+    attn_pdrop: float = 0.0  # the same of attention weights
+    bias: bool = True  # whether linear layers and norms have biases, as in GPT-2
 
     def __post_init__(self) -> None:
         resolve_sizes(self)

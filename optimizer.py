@@ -161,6 +161,8 @@ class Muon(Optimizer):
         # Newton-Schulz step, as the authors take, costs 3 ms of a step of 70 here and gains nothing.
         super().__init__(groups, {"momentum": 0.9, "ns_steps": 4})
         self.dtype = dtype
+        for p in [p for group in groups for p in group["params"]]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -181,7 +183,7 @@ class Muon(Optimizer):
         if rows == 3 * columns:
             rows = columns
         gradients = [p.grad for p in matrices if p.grad is not None]
-        averages = [self._average(p) for p in matrices]
+        averages = [self.state[p]["momentum_buffer"] for p in matrices]
         torch._foreach_lerp_(averages, gradients, 1.0 - group["momentum"])
         # Nesterov: the gradient that the average would give if this step's gradient came once more.
         lookahead = torch._foreach_lerp(gradients, averages, group["momentum"])
@@ -191,14 +193,6 @@ class Muon(Optimizer):
         # Tall ones get larger steps, since their outputs have more directions.
         scale = math.sqrt(max(1.0, rows / columns))
         torch._foreach_add_(matrices, updates.unbind(), alpha=-group["lr"] * scale)
-
-    def _average(self, p: Tensor) -> Tensor:
-        """The running average of a matrix's gradients, which starts at zero."""
-        state = self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        average: Tensor = state["momentum_buffer"]
-        return average
 
 
 class MuonWithAdamW(Optimizer):

@@ -460,10 +460,10 @@ def test_what_a_snapshot_says_of_muon_is_what_was_done(monkeypatch):
 def test_muon_makes_its_state_once(monkeypatch):
     """Catches memory for all momenta that is allocated and set to zero in every step."""
     model = make_model()
-    optimizer = create_optimizer(model, OptimizerConfig(name="muon"))
     made = []
     zeros_like = torch.zeros_like
     monkeypatch.setattr(torch, "zeros_like", lambda p, **options: made.append(p.shape) or zeros_like(p, **options))
+    optimizer = create_optimizer(model, OptimizerConfig(name="muon"))
     take_steps(model, optimizer, [1])
     first = len(made)
     take_steps(model, optimizer, [2, 3])
