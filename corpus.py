@@ -59,8 +59,15 @@ def download_corpus(path: Path, url: str = CORPUS_URL, sha256: str = CORPUS_SHA2
     Raises:
         OSError: the download failed, was cut off, or does not have the digest.
     """
+    options = {}
+    if url.startswith("http"):
+        import aiohttp  # what fsspec's http extra brings
+
+        # A firewall that silently drops packets: give up after 10 seconds. Proxies come from the system.
+        timeout = aiohttp.ClientTimeout(total=300, sock_connect=10, sock_read=10)
+        options = {"client_kwargs": {"timeout": timeout, "trust_env": True}}
     try:
-        with fsspec.open(url, "rb", **connection_options(url)) as source:
+        with fsspec.open(url, "rb", **options) as source:
             content = source.read()
     except Exception as error:  # each of fsspec's backends raises errors of its own
         raise OSError(f"{url}: {describe(error)}") from error
@@ -76,16 +83,6 @@ def download_corpus(path: Path, url: str = CORPUS_URL, sha256: str = CORPUS_SHA2
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def connection_options(url: str) -> dict[str, object]:
-    """Options for fsspec: a firewall that silently drops packets ends a download after 10 s; proxies are honoured."""
-    if not url.startswith("http"):
-        return {}
-    import aiohttp  # what fsspec's http extra brings
-
-    timeout = aiohttp.ClientTimeout(total=300, sock_connect=10, sock_read=10)
-    return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
 
 
 def describe(error: BaseException) -> str:

@@ -8,7 +8,6 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -90,21 +89,15 @@ def generate(arguments: argparse.Namespace) -> None:
         prompt = vocabulary.start
         print(f"empty prompt: starting from {prompt!r}", file=sys.stderr)
     idx = vocabulary.encode(prompt).to(device).expand(arguments.num_samples, -1)  # (B, T)
-    settings: dict[str, Any] = {
-        "temperature": arguments.temperature,
-        "do_sample": True,
-        "top_k": arguments.top_k,
-        "top_p": arguments.top_p,
-        "generator": random,
-    }
+    settings = (arguments.max_new_tokens, arguments.temperature, True, arguments.top_k, arguments.top_p, random)
     if arguments.num_samples == 1:
         sys.stdout.write(prompt)
-        for token in model.stream(idx, arguments.max_new_tokens, **settings):
+        for token in model.stream(idx, *settings):
             sys.stdout.write(vocabulary.decode(token[0]))
             sys.stdout.flush()  # the reader sees each character as it is made
         sys.stdout.write("\n")
         return
-    out = model.generate(idx, arguments.max_new_tokens, **settings)  # (B, T + max_new_tokens)
+    out = model.generate(idx, *settings)  # (B, T + max_new_tokens)
     print("\n\n---\n\n".join(vocabulary.decode(row) for row in out))
 
 
