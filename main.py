@@ -84,14 +84,13 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_co
 def train(cfg: DictConfig) -> None:
     """Train as the configuration says."""
     run_dir = HydraConfig.get().runtime.output_dir
-    group, is_ours, dry_run = contextlib.ExitStack(), False, False
+    group, is_ours = contextlib.ExitStack(), False
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True)
         # Into the schema once more: a key added with "+" has got past Hydra.
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
         ranks = group.enter_context(process_group(config.trainer_config.timeout_minutes, config.trainer_config.device))
-        dry_run = config.trainer_config.dry_run
-        writes = ranks.is_main and not dry_run
+        writes = ranks.is_main and not config.trainer_config.dry_run
         if writes:
             lock(run_dir)
             is_ours = True
@@ -113,8 +112,6 @@ def train(cfg: DictConfig) -> None:
         raise
     with group:
         fit(trainer)
-        if dry_run:
-            remove_if_empty(run_dir, is_ours)
     RESULTS.append((trainer.state.best_eval_loss, run_dir))
     if why_bundled and ranks.is_main:
         warn_bundled(why_bundled)
@@ -210,6 +207,8 @@ def fit(trainer: Trainer) -> None:
         raise
     finally:
         trainer.reporter.close()
+        if trainer.config.dry_run:
+            remove_if_empty(trainer.reporter.run_dir, is_ours=False)
 
 
 def fail(error: Exception) -> NoReturn:

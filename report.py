@@ -166,10 +166,10 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is not training: evaluations and snapshots."""
-        began = time.perf_counter()
+        """Around what is not training: evaluations and snapshots. A pause within a pause counts once."""
+        began, paused_before = time.perf_counter(), self._paused
         yield
-        self._paused += time.perf_counter() - began
+        self._paused = paused_before + time.perf_counter() - began
 
     def waiting_for(self, batches: Iterable[Item]) -> Iterator[Item]:
         """Pass batches on, and count the time that each one takes to come."""

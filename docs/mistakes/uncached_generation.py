@@ -21,8 +21,9 @@ def generate_uncached(model: GPT, idx: Tensor, max_new_tokens: int) -> Tensor:
 if __name__ == "__main__":
     quick = is_quick(__doc__)
     block_size = 128 if quick else 256
-    sizes = {"n_layer": 6, "n_head": 2, "n_embd": 128} if quick else {"n_layer": 6, "n_head": 6, "n_embd": 384}
-    model = GPT(GPTConfig(vocab_size=65, block_size=block_size, bias=False, **sizes)).eval()
+    n_head, n_embd = (2, 128) if quick else (6, 384)
+    config = GPTConfig(vocab_size=65, block_size=block_size, n_layer=6, n_head=n_head, n_embd=n_embd, bias=False)
+    model = GPT(config).eval()
     prompt = torch.zeros(1, 1, dtype=torch.int64)
     new = block_size - 1  # up to the full context: so far both must say the same
     rows, texts = [], []

@@ -1,0 +1,75 @@
+"""What a run tells people: the figures that it counts itself, and what fits on a screen."""
+
+import contextlib
+import os
+import re
+import select
+import shlex
+import sys
+
+import pytest
+from conftest import PROJECT, TINY_RUN
+
+import report
+from report import Stopwatch
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves: clock[0] is the time in seconds."""
+    now = [100.0]
+    monkeypatch.setattr(report.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_training_seconds_are_those_of_training(clock):
+    """Catches a speed that counts evaluations and snapshots as training, or takes a save in an evaluation off twice."""
+    watch = Stopwatch()
+    watch.restart(7)
+    clock[0] += 10
+    with watch.paused():  # an evaluation
+        clock[0] += 4
+        with watch.paused():  # the best snapshot, saved in it
+            clock[0] += 1
+    clock[0] += 2
+    with watch.paused():
+        clock[0] += 3
+    assert watch.first_step == 7
+    assert watch.seconds == 12
+    watch.restart(8)
+    assert watch.seconds == 0
+
+
+def test_waiting_for_data_is_what_the_loader_takes(clock):
+    """Catches the training step counted as waiting, and the last wait left out."""
+
+    def loader():
+        for batch in "ab":
+            clock[0] += 3
+            yield batch
+
+    watch = Stopwatch()
+    seen = []
+    for batch in watch.waiting_for(loader()):
+        clock[0] += 100  # a training step
+        seen.append(batch)
+    assert (seen, watch.data_seconds) == (["a", "b"], 6)
+
+
+def test_the_bar_fits_80_columns(tmp_path):
+    """Catches a bar that is cut off or runs over into the next line in a terminal of the usual size."""
+    pty = pytest.importorskip("pty")
+    command = [sys.executable, "main.py", f"hydra.run.dir={tmp_path / 'run'}", *TINY_RUN, "trainer_config.max_steps=24"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(PROJECT)
+        os.execvp("sh", ["sh", "-c", f"stty columns 80 rows 24; exec {shlex.join(command)}"])
+    output = b""
+    with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
+        while select.select([terminal], [], [], 60)[0]:
+            output += os.read(terminal, 1 << 16)
+    assert os.waitpid(pid, 0)[1] == 0, output.decode()
+    bars = re.findall(r"step [^\r\n]*\|[^\r\n]*", output.decode())
+    finished = [bar for bar in bars if "24/24" in bar and "tokens/s" in bar]
+    assert finished  # the last bar is whole: count, time and speed
+    assert max(map(len, bars)) <= 80
