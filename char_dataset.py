@@ -1,6 +1,6 @@
 """Text -> vocabulary -> windows -> epochs.
 
-First module of the reading order; `model.py` comes next. It imports nothing of the project. Three common mistakes are
+The first module to read; `model.py` comes next. It imports nothing of the project. Three common mistakes are
 avoided here: the text is split *before* it is cut into windows, the vocabulary comes from the *whole* text, and the
 text is encoded *once*, not item by item.
 
@@ -27,20 +27,13 @@ class CharVocabulary:
 
     def __init__(self, characters: str):
         self.characters = characters
-        self.dtype = np.min_scalar_type(max(len(characters) - 1, 0))  # one byte a character for most texts
-        points = np.array([ord(c) for c in characters], dtype=np.int64)  # (V,), Unicode's numbers of the characters
-        # The code of every Unicode number up to the highest known one. The last entry stands for all beyond it.
-        self._code_of_point = np.zeros(int(points.max(initial=-1)) + 2, dtype=self.dtype)
-        self._code_of_point[points] = np.arange(len(points), dtype=self.dtype)
+        self.dtype = np.min_scalar_type(max(len(characters) - 1, 0))  # of codes: one byte each for most texts
+        self.code_of_point = code_table(characters, self.dtype)  # Unicode's number of a character -> its code
 
     @classmethod
     def of(cls, text: str) -> "CharVocabulary":
         """Collect the vocabulary of a text."""
-        seen = np.zeros(0x110000, dtype=bool)  # one flag for each Unicode number
-        for points in code_points(text):
-            if not seen.take(points).all():  # looking costs a third of setting, and few chunks have a new character
-                seen[points] = True
-        return cls("".join(map(chr, np.flatnonzero(seen))))
+        return cls(distinct_characters(text))
 
     def __len__(self) -> int:
         return len(self.characters)
@@ -51,15 +44,7 @@ class CharVocabulary:
 
     def encode_array(self, text: str) -> np.ndarray:
         """Like `encode`, but an array of the smallest unsigned type: (N,)."""
-        codes = np.empty(len(text), dtype=self.dtype)
-        start = 0
-        for points in code_points(text):
-            chunk = codes[start : start + len(points)]
-            # "clip" sends numbers beyond the table to its last entry, and lets numpy write straight into `codes`.
-            self._code_of_point.take(points, out=chunk, mode="clip")
-            check_known(self, text, points, chunk)
-            start += len(points)
-        return codes
+        return look_up(self, text)
 
     def decode(self, codes: Tensor) -> str:
         """The text of codes (N,), the inverse of `encode`."""
@@ -88,8 +73,8 @@ def split_codes(codes: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.n
     """Cut the text into a training part and an evaluation part: one cut, before any windows are made.
 
     Windows drawn from one text and *then* split at random overlap: nearly every test window has a training window
-    shifted by one character, and the evaluation measures memory. Here the two parts share no character, and where the
-    cut lies is a function of the text and the fraction alone, the same on every rank and after every restart.
+    shifted by one character, and the evaluation measures memorisation. Here the two parts share no character. Where
+    the cut lies is a function of the text and the fraction alone, the same on every rank and after every restart.
 
     Returns:
         (codes of the training text, codes of the evaluation text), views of `codes`.
@@ -138,17 +123,18 @@ class WindowSampler(DistributedSampler):
     """The order of an epoch: which windows make up each optimizer step, and which of them are this rank's.
 
     An epoch is one pass over the text. It cuts the text at a random phase into windows that touch and don't overlap,
-    so that every character is a target once; it shuffles them; and it leaves a remainder smaller than one global
-    batch to the next epoch. Phase and order depend on (seed, epoch) alone: the B windows of an optimizer step are the
-    same however many ranks share them. (DistributedSampler itself would pad, and so repeat, to make shares equal.)
+    so that no character is a target twice; it shuffles them; and it leaves out a remainder smaller than one global
+    batch, another one in each epoch. Phase and order depend on (seed, epoch) alone: the B windows of an optimizer step
+    are the same however many ranks share them. (DistributedSampler itself would pad, and so repeat, to make shares
+    equal.)
 
-    For example, 103 characters make 102 targets. With T = 10 and B = 2 an epoch has 102 // 20 = 5 steps of 100 targets,
-    and 2 targets of slack: the windows begin at a phase of 0, 1 or 2 characters.
+    For example, 103 characters make 102 targets. With T = 10 and B = 2 an epoch has 102 // 20 = 5 steps of 20 targets
+    each. 2 targets are left over (the slack), so the first window may begin at character 0, 1 or 2 (the phase).
 
     Args:
         dataset: the windows to choose from.
         batch_size: B, windows of one optimizer step over all ranks; a multiple of num_replicas.
-        num_replicas: how many ranks share each step.
+        num_replicas: how many ranks share each step, as torch's samplers call it.
         rank: which of them this is.
         seed: of phase and order; at least 0.
 
@@ -226,11 +212,41 @@ def code_points(text: str) -> Iterator[np.ndarray]:
             yield np.frombuffer(chunk.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
 
 
-def check_known(vocabulary: CharVocabulary, text: str, points: np.ndarray, codes: np.ndarray) -> None:
-    """Raise ValueError, which names the unknown characters of the text, if one is among these.
+def distinct_characters(text: str) -> str:
+    """Each character of a text once, sorted: sorted(set(text)), in a tenth of the time."""
+    seen = np.zeros(0x110000, dtype=bool)  # one flag for each Unicode number
+    for points in code_points(text):
+        if not seen.take(points).all():  # reading flags takes a third of the time of setting them
+            seen[points] = True
+    return "".join(map(chr, np.flatnonzero(seen)))
 
-    The look-up table answers 0 for an unknown character. 0 is also the code of the first known one, and of no other.
+
+def code_table(characters: str, dtype: np.dtype) -> np.ndarray:
+    """The code of every Unicode number up to the highest known one; the last entry stands for all beyond it.
+
+    Unknown characters get 0. That is also the code of the first known one, and of no other: see `check_known`.
     """
+    points = np.array([ord(c) for c in characters], dtype=np.int64)  # (V,)
+    table = np.zeros(int(points.max(initial=-1)) + 2, dtype=dtype)
+    table[points] = np.arange(len(points), dtype=dtype)
+    return table
+
+
+def look_up(vocabulary: CharVocabulary, text: str) -> np.ndarray:
+    """The codes of a text, chunk by chunk. Raises ValueError for unknown characters."""
+    codes = np.empty(len(text), dtype=vocabulary.dtype)
+    start = 0
+    for points in code_points(text):
+        chunk = codes[start : start + len(points)]
+        # "clip" sends numbers beyond the table to its last entry, and lets numpy write straight into `codes`.
+        vocabulary.code_of_point.take(points, out=chunk, mode="clip")
+        check_known(vocabulary, text, points, chunk)
+        start += len(points)
+    return codes
+
+
+def check_known(vocabulary: CharVocabulary, text: str, points: np.ndarray, codes: np.ndarray) -> None:
+    """Raise ValueError, which names all unknown characters of the text, if one is in this chunk of it."""
     first = ord(vocabulary.characters[0]) if vocabulary.characters else -1
     if ((codes == 0) != (points == first)).any():
         unknown = sorted(set(text) - set(vocabulary.characters))

@@ -2,7 +2,7 @@
 
 A first reader can skip this file: the YAML file explains every key. The groups `data_config`, `gpt_config` and
 `optimizer_config` are dataclasses of the modules that they belong to; `trainer_config` is here, with what follows from
-its numbers, to keep it out of the training loop.
+its numbers, to keep it out of the training loop. `main.py` comes next.
 """
 
 import math

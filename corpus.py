@@ -1,7 +1,7 @@
 """Where a text comes from: a file, a URL, a download, or the short play that comes with the project.
 
 A first reader can skip this file: `read_text` returns a string, and everything after that is in `char_dataset.py`. It
-imports nothing of the project.
+imports nothing of the project. `report.py` comes next.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Who am I among the ranks: set-up, tear-down, and the few collectives that the trainer needs.
 
-Sixth module of the reading order, after `trainer.py`; `snapshot.py` comes next. It alone reads the environment that a
+Read it after `trainer.py`; `snapshot.py` comes next. It alone reads the environment that a
 launcher sets. There is one path: without a launcher, a run is a group of one rank.
 """
 

@@ -1,7 +1,7 @@
 """Snapshot -> text: `python generate.py "ROMEO:"`.
 
-Last module of the reading order. It needs nothing but a snapshot: the model's configuration, its weights
-and its vocabulary are all in there.
+The last module to read. It needs nothing but a snapshot: the model's configuration, its weights and its vocabulary are
+all in there.
 """
 
 import argparse

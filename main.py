@@ -1,6 +1,6 @@
 """Entry point: configuration -> process group -> Trainer.
 
-Ninth module of the reading order; only this one knows Hydra. Start it as `python main.py`, or with
+Read it after `config.py`; only this module knows Hydra. `generate.py` comes next. Start it as `python main.py`, or with
 `torchrun --standalone --nproc_per_node=N main.py` for several processes.
 """
 

@@ -1,6 +1,6 @@
 """The GPT: a decoder-only transformer with GPT-2's block structure, written bottom-up.
 
-Second module of the reading order, after `char_dataset.py`, which makes its input. `sampling.py` comes next: it turns
+Read it after `char_dataset.py`, which makes its input. `sampling.py` comes next: it turns
 the logits that this one returns into a token.
 
 Legend of the shapes in the comments:
@@ -131,7 +131,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token and position embeddings, n_layer blocks, and a head that shares the token embedding's matrix.
 
-    With the same numbers in both, the logits are those of OpenAI's GPT-2 (the tests compare with Hugging Face's).
+    With the same weights, the logits are those of OpenAI's GPT-2 (the tests compare with Hugging Face's).
     """
 
     def __init__(self, config: GPTConfig):
@@ -143,7 +143,7 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head.weight = self.wte.weight  # tied: a token is read and predicted by the same vector (1608.05859)
+        self.lm_head.weight = self.wte.weight  # tied: one vector reads and predicts a token (arXiv:1608.05859)
         self.apply(self._init_weights)
         # Every block adds two branches to the stream, 2 * n_layer in all. Their output projections start smaller by
         # the root of that number, so that the stream's variance doesn't grow with depth (GPT-2 paper, section 2.3).
@@ -171,7 +171,7 @@ class GPT(nn.Module):
         logits = self.lm_head(self.hidden_states(idx))  # (B, T, V)
         if targets is None:
             return logits, None
-        # (B * T, V) against (B * T,), in float32 whatever autocast made of the logits: the sum over V needs the digits.
+        # (B * T, V) against (B * T,), in float32 whatever autocast made of the logits: 16 bits are too few for the sum.
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits, loss
 
@@ -188,7 +188,7 @@ class GPT(nn.Module):
         """
         T = idx.size(1)
         check_positions(start, T, self.config.block_size)
-        x = self.drop(self.wte(idx) + self.wpe.weight[start : start + T])  # (B, T, C); all sequences' positions alike
+        x = self.drop(self.wte(idx) + self.wpe.weight[start : start + T])  # (B, T, C); positions are shared
         for layer, block in enumerate(self.h):
             x = block(x, None if cache is None else cache[layer], start)
         return self.ln_f(x)
@@ -232,7 +232,7 @@ class GPT(nn.Module):
                 if context.size(1) > block_size:
                     context, cached = context[:, -max(1, block_size // 2) :], 0
                 with torch.inference_mode():
-                    x = self.hidden_states(context[:, cached:], cache, cached)  # (B, T, C); T is 1 but for the first
+                    x = self.hidden_states(context[:, cached:], cache, cached)  # (B, T, C); T is 1 after the first
                     logits = self.lm_head(x[:, -1])  # (B, V)
                 cached = context.size(1)
                 token = choose_token(logits, temperature, do_sample, top_k, top_p, generator)  # (B, 1)

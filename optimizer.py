@@ -1,7 +1,6 @@
 """Parameter groups, optimizers and the learning-rate schedule.
 
-Fourth module of the reading order: `model.py` says what is learned, this one how it changes in a step. `trainer.py`
-comes next.
+`model.py` says what is learned, this module how it changes in a step. `trainer.py` comes next.
 """
 
 import math
@@ -53,9 +52,7 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     return matrices, [p for p in trainable if id(p) not in chosen]
 
 
-def learning_rate_factor(
-    step: int, warmup_steps: int, total_steps: int, min_lr_ratio: float, decay: str = "cosine"
-) -> float:
+def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, min_lr_ratio: float, decay: str) -> float:
     """What the learning rates are multiplied by at an optimizer step: linear warm-up, then half a cosine or a line.
 
     A pure function of the step: a restart, another number of ranks or of accumulation steps can't shift it.
@@ -66,7 +63,7 @@ def learning_rate_factor(
             warm-up that is longer than the run is cut off by its end.
         total_steps: the step at which the decay arrives at the bottom.
         min_lr_ratio: the bottom, as a fraction of the peak.
-        decay: "cosine" (SGDR, 1608.03983), or "linear", which ended 0.008 nats lower in runs of 1,100 steps.
+        decay: "cosine" (SGDR, arXiv:1608.03983), or "linear", which ended 0.008 nats lower in runs of 1,100 steps.
 
     Returns:
         A factor from 0 to 1.
@@ -103,13 +100,13 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig, dtype: torch.dty
     scales = layer_scales(model, config.layer_decay)  # all 1, except for fine-tuning
     matrix_rate = config.muon_learning_rate if config.name == "muon" else config.learning_rate
     decaying = make_groups(matrices, scales, matrix_rate, config.weight_decay)
-    constant = make_groups(others, scales, config.learning_rate, 0.0)
+    undecayed = make_groups(others, scales, config.learning_rate, 0.0)
     optimizer: Optimizer
     if config.name == "muon":
-        optimizer = MuonWithAdamW(decaying, constant, config.betas, dtype)
+        optimizer = MuonWithAdamW(decaying, undecayed, config.betas, dtype)
     else:
         # fused: one kernel updates all parameters, instead of some ten for each of them.
-        optimizer = AdamW([*decaying, *constant], betas=config.betas, fused=True)
+        optimizer = AdamW([*decaying, *undecayed], betas=config.betas, fused=True)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
@@ -158,7 +155,7 @@ class Muon(Optimizer):
 
     def __init__(self, groups: list[Group], dtype: torch.dtype):
         # With a momentum of 0.9 instead of the usual 0.95, a run of 1,000 steps ended 0.01 nats lower; a fifth
-        # Newton-Schulz step, as the authors take, costs 3 ms of a step of 70 here and gains nothing.
+        # Newton-Schulz step, as the authors take, costs 3 ms more in each step on a CPU and gains nothing.
         super().__init__(groups, {"momentum": 0.9, "ns_steps": 4})
         self.dtype = dtype
         for p in [p for group in groups for p in group["params"]]:
@@ -179,7 +176,7 @@ class Muon(Optimizer):
         """Update n matrices of one shape."""
         rows, columns = matrices[0].shape
         # A matrix of (3C, C) is three side by side: those of queries, keys and values have no directions in common that
-        # should be orthogonal. Taken as one, they end 0.02 nats higher in a run of 1,250 steps.
+        # should be orthogonal. With all three as one matrix, a run of 1,250 steps ended 0.02 nats higher.
         if rows == 3 * columns:
             rows = columns
         gradients = [p.grad for p in matrices if p.grad is not None]
@@ -190,7 +187,7 @@ class Muon(Optimizer):
         pieces = torch.stack(lookahead).view(-1, rows, columns)  # n of them, or 3n
         updates = orthogonalize(pieces, self.dtype, group["ns_steps"]).reshape(len(matrices), -1, columns)  # n again
         torch._foreach_mul_(matrices, 1.0 - group["lr"] * group["weight_decay"])
-        # Tall ones get larger steps, since their outputs have more directions.
+        # An orthogonal update of a tall matrix has small entries, so it gets a larger step.
         scale = math.sqrt(max(1.0, rows / columns))
         torch._foreach_add_(matrices, updates.unbind(), alpha=-group["lr"] * scale)
 
@@ -231,8 +228,8 @@ def layer_scales(model: nn.Module, layer_decay: float) -> dict[nn.Parameter, flo
     """What each parameter's learning rate is multiplied by: layer_decay for every layer that lies above its own.
 
     For fine-tuning: what the lower layers know of the language holds for the new text too, and small steps keep it
-    (1801.06146). The embeddings lie below the blocks, which are h.0, h.1, ...; the last norm lies above them. The head
-    is tied to the embedding and changes as slowly.
+    (arXiv:1801.06146). The embeddings lie below the blocks, which are h.0, h.1, ...; the last norm lies above them.
+    The head is tied to the embedding and changes as slowly.
     """
     n_layer = len(getattr(model, "h", ()))
     scales = {}  # by parameter

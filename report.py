@@ -1,7 +1,7 @@
 """What a run tells people: the header, the progress bar, TensorBoard's curves and the closing summary.
 
-Eighth module of the reading order, after `corpus.py`. It is apart from `trainer.py`, which calls it, because nothing
-here changes what is trained. `main.py` comes next.
+Read it after `corpus.py`. It is apart from `trainer.py`, which calls it, because nothing here changes what is trained.
+`config.py` comes next.
 """
 
 import logging
@@ -58,7 +58,7 @@ class Reporter:
             self.writer = SummaryWriter(self.run_dir, purge_step=step + 1)
         table = "\n".join(f"| {key} | {value} |" for key, value in self.config.items())
         self._write("add_text", "config", f"| key | value |\n| --- | --- |\n{table}", step)
-        form = "step {n_fmt}/{total_fmt} |{bar}| {elapsed} gone, {remaining} left{postfix}"  # fits 80 columns
+        form = "step {n_fmt}/{total_fmt} |{bar}| {elapsed} elapsed, {remaining} left{postfix}"  # fits 80 columns
         no_bar = not sys.stderr.isatty()
         self.bar = tqdm(total=total_steps, initial=step, disable=no_bar, dynamic_ncols=True, bar_format=form)
         if self.profiler is not None:
@@ -126,7 +126,7 @@ class Reporter:
         if step < self.total_steps:
             key = "patience"
         log.info("written: %s", self.run_dir)
-        log.info("text: python generate.py --snapshot %s/gpt_snapshot.best.pt", self.run_dir)
+        log.info("to write text: python generate.py --snapshot %s/gpt_snapshot.best.pt", self.run_dir)
         log.info("to go on, raise trainer_config.%s; to start over, set trainer_config.resume=false", key)
 
     def _write_hyperparameters(self, loss: float, step: int) -> None:

@@ -1,6 +1,6 @@
 """Logits -> the next token: greedy, or drawn with a temperature, from the k likeliest, from the likeliest share p.
 
-Third module of the reading order, after `model.py`, whose `GPT.stream` calls it for every token. It imports nothing of
+Read it after `model.py`, whose `GPT.stream` calls it for every token; `optimizer.py` comes next. It imports nothing of
 the project.
 
 Legend: B sequences in the batch, V tokens in the vocabulary.
@@ -24,7 +24,8 @@ def choose_token(
 
     Args:
         logits: (B, V), the last position's.
-        temperature: divides the logits; below 1 is bolder, above 1 is wilder, 0 always takes the likeliest.
+        temperature: divides the logits; below 1, likely tokens become likelier still; above 1, all become more alike; 0
+            always takes the likeliest.
         do_sample: draw from the distribution; False takes the likeliest token, whatever the other three say.
         top_k: draw from the k likeliest tokens only; None, or more than V: from all.
         top_p: draw from the fewest tokens that together have this probability, in (0, 1]; None: from all.
@@ -43,7 +44,7 @@ def choose_token(
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth, -math.inf)
     probabilities = logits.softmax(dim=-1)  # (B, V)
-    # 4. Top-p, or nucleus sampling (1904.09751): a token stays while the likelier ones together haven't reached p.
+    # 4. Top-p (arXiv:1904.09751): a token stays while the likelier ones together haven't reached p.
     if top_p is not None:
         ordered, order = probabilities.sort(dim=-1, descending=True)
         ordered[ordered.cumsum(dim=-1) - ordered >= top_p] = 0.0

@@ -1,6 +1,6 @@
 """What is saved of a run, and how it gets to the disk whole or not at all.
 
-Seventh module of the reading order, after `distributed.py`; `corpus.py` comes next. It alone writes through fsspec, so
+Read it after `distributed.py`; `corpus.py` comes next. It alone writes through fsspec, so
 a snapshot can live at any URL (a local path, s3://, gs://, memory://).
 
 A snapshot is a plain dictionary of tensors, numbers and strings: `torch.load` reads it without running any code.

@@ -1,7 +1,7 @@
 """The training loop: steps, evaluation, snapshots.
 
-Fifth module of the reading order: it puts together what the ones before it made, and `main.py` starts it. Read `fit`
-first, it is the table of contents; then `_train_step` and `evaluate`. `distributed.py` comes next.
+It puts together what the modules before it made, and `main.py` starts it. Read `fit` first, it is the table of
+contents; then `_train_step` and `evaluate`. `distributed.py` comes next.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ class Trainer:
 
         self.dtype = choose_dtype(config, ranks.device)  # of matrix products; the weights stay float32
         self.autocast = torch.autocast(ranks.device.type, self.dtype, enabled=self.dtype != torch.float32)
-        self.raw_model = model.to(ranks.device)  # saved, evaluated and sampled under its own names
+        self.raw_model = model.to(ranks.device)  # saved and evaluated: without DDP's prefix before every name
         if config.compile:
             self.raw_model.compile()
         self.model: torch.nn.Module = self.raw_model  # trained
@@ -145,14 +145,14 @@ class Trainer:
             (mean loss of this rank's share in nats, norm of the global gradient before clipping): scalars, still on
             the device, because reading them would make the program wait for it.
         """
-        torch.manual_seed(step_seed(self.config.seed, self.step, self.ranks.rank))  # of dropout
+        torch.manual_seed(step_seed(self.config.seed, self.step, self.ranks.rank))  # dropout draws from this
         c = self.optimizer_config
         factor = learning_rate_factor(self.step, c.warmup_steps, self.state.total_steps, c.min_lr_ratio, c.lr_decay)
         set_learning_rate(self.optimizer, factor)
         mean_loss = torch.zeros((), device=self.ranks.device)
         for micro_step in range(self.accumulation_steps):
             x, y = next(batches)  # (B, T) each
-            with self._gradients_stay_local(until=micro_step == self.accumulation_steps - 1):
+            with self._gradients_stay_local(is_last=micro_step == self.accumulation_steps - 1):
                 with self.autocast:
                     _, loss = self.model(x, y)
                 # Micro-batches and ranks are equally large, so the mean of their means is the global batch's mean.
@@ -196,15 +196,13 @@ class Trainer:
         means = torch.stack(losses).tolist() if losses else []
         return sum(m * count for m, count in zip(means, counts, strict=True)), float(sum(counts))
 
-    # ------------------------------------------------------------------------------------------------ pieces of a step
-
     @property
     def step(self) -> int:
         """Optimizer steps done."""
         return self.state.step
 
     def _is_due(self, every: int, ahead: int = 0) -> bool:
-        """Whether what happens every so many steps, and at the end, happens now, or so many steps ahead."""
+        """Whether the present step, or one so many steps ahead, is a multiple of `every`, or the last one."""
         step = self.step + ahead
         return step > 0 and (step % every == 0 or step >= self.state.total_steps)
 
@@ -217,13 +215,13 @@ class Trainer:
             for x, y in self.reporter.watch.waiting_for(self.loader):
                 yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
-    def _gradients_stay_local(self, until: bool) -> AbstractContextManager[None]:
-        """Around forward and backward: no all-reduce of the gradients until the last micro-batch of a step."""
-        if until or not isinstance(self.model, DistributedDataParallel):
+    def _gradients_stay_local(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward: no all-reduce of the gradients, except at the last micro-batch of a step."""
+        if is_last or not isinstance(self.model, DistributedDataParallel):
             return nullcontext()
         return self.model.no_sync()
 
-    # ---------------------------------------------------------- armour: between the steps, snapshots, reports, faults
+    # ------------------------------------------------------- around the steps: start, evaluations, snapshots, reports
 
     def _start(self) -> None:
         """Say what will happen, listen to signals, and make the evaluation that a stop may have left out."""
@@ -271,8 +269,8 @@ class Trainer:
             name = signal.Signals(state.stop_signal).name
             log.info("stopped by %s after step %d of %d; start again to go on", name, self.step, state.total_steps)
         else:
-            tokens_per_step = self.config.batch_size * self.block_size
-            self.reporter.finished(self.step, state.eval_loss, state.best_eval_loss, state.text, tokens_per_step)
+            tokens = self.config.batch_size * self.block_size  # in a step
+            self.reporter.finished(self.step, state.eval_loss, state.best_eval_loss, state.text, tokens)
         if self.snapshots is not None and self.snapshots.errors:
             raise RunError(f"the last snapshot could not be saved: {'; '.join(self.snapshots.errors.values())}")
 
@@ -322,7 +320,7 @@ class Trainer:
         if snapshot["scaler"]:  # empty where the run wasn't in float16 up to now
             self.scaler.load_state_dict(snapshot["scaler"])
         self.state.step = snapshot["step"]
-        self.state.best_eval_loss, self.state.best_step = snapshot["best"]
+        self.state.best_eval_loss, self.state.best_step = snapshot["best"]  # `RunSnapshots.open` has put it there
         for name, was, now in differences(snapshot["config"], self.full_config):
             if name != "trainer_config.init_from":  # where the run once began; it doesn't begin again
                 log.info("the configuration has changed and wins: %s was %s, is %s", name, was, now)
@@ -333,7 +331,7 @@ class Trainer:
         self.reporter.step_done()
         if not self._is_due(self.config.log_every_steps):
             return
-        loss_value = loss.item()  # here alone the loop waits for the device
+        loss_value = loss.item()  # the loop waits for the device only in steps that log or save
         watch = self.reporter.watch
         steps, seconds, data_seconds = self.step - watch.first_step, watch.seconds, watch.data_seconds
         values = {  # the loss of the global batch: the mean over ranks, whose shares are equally large
@@ -348,6 +346,8 @@ class Trainer:
         }
         self.reporter.train_step(self.step, values)
         watch.restart(self.step)
+
+    # ------------------------------------------------------------------------------ armour: faults of any of the ranks
 
     def _agree_to_step(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Let all ranks decide together, while the weights are still unchanged, whether to go on.
@@ -407,15 +407,15 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def header_lines(trainer: Trainer) -> list[str]:
-    """What a run says before its first step."""
-    c, config, ranks = trainer.raw_model.config, trainer.config, trainer.ranks
-    ranks_and_parts = f"{ranks.world_size} x {trainer.accumulation_steps} x {trainer.micro_batch_size}"
+    """What a run says before its first step, in lines that fit a terminal of 80 columns."""
+    c, config, state = trainer.raw_model.config, trainer.config, trainer.state
+    size = trainer.raw_model.num_parameters() / 1e6
     return [
-        f"model: {trainer.raw_model.num_parameters() / 1e6:.2f} M parameters: {c.n_layer} layers, {c.n_head} heads, "
-        f"width {c.n_embd}; {c.vocab_size} different characters (guessing evenly: {math.log(c.vocab_size):.2f})",
+        f"model: {size:.2f} M parameters ({c.n_layer} layers, {c.n_head} heads, width {c.n_embd})",
         f"text: {trainer.sampler.targets + 1:,} characters to train on, {len(trainer.eval_codes):,} to evaluate on",
-        f"steps: {trainer.state.total_steps:,}, of {config.batch_size} windows of {c.block_size} characters each; "
-        f"an epoch is {trainer.sampler.steps_per_epoch:,} steps",
-        f"machine: {str(trainer.dtype).removeprefix('torch.')} on {ranks.device}; the windows of a step: "
-        f"{ranks_and_parts} (ranks x micro-batches x windows)",
+        f"guessing evenly among {c.vocab_size} different characters: loss {math.log(c.vocab_size):.2f}",
+        f"steps: {state.total_steps:,} of {config.batch_size} windows of {c.block_size} characters; "
+        f"an epoch: {trainer.sampler.steps_per_epoch:,}",
+        f"machine: {str(trainer.dtype).removeprefix('torch.')} on {trainer.ranks.device}; a step: "
+        f"{trainer.ranks.world_size} ranks x {trainer.accumulation_steps} x {trainer.micro_batch_size} windows",
     ]

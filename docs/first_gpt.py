@@ -1,9 +1,8 @@
 """A GPT in a hundred lines: it reads a text, learns to guess each next character, and then writes.
 
-Top to bottom: data, model, loss and loop, sample. `python docs/first_gpt.py [TEXT [STEPS]]` takes
-about a minute on two cores. Shapes: B windows in a batch, T characters in a window, C numbers that
-stand for a character, nh attention heads of hs = C / nh numbers, V different characters in all.
-It computes what it should, but it takes many shortcuts: TUTORIAL.md, chapter 0, lists them.
+`python docs/first_gpt.py [TEXT [STEPS]]` takes about a minute on one core. It computes what it
+should, with many shortcuts; TUTORIAL.md, chapter 0, lists them. Shapes: B windows in a batch, T
+characters in a window, C numbers for each, nh heads of hs = C / nh, V different characters.
 """
 
 import math
@@ -110,6 +109,7 @@ if __name__ == "__main__":
     default = data / "input.txt" if (data / "input.txt").exists() else data / "sample.txt"
     text = Path(sys.argv[1] if len(sys.argv) > 1 else default).read_text(encoding="utf-8")
     started = time.time()
+    torch.set_num_threads(1)  # such small products gain little from more, and lose much beside other programs
     torch.manual_seed(1337)
     model, characters = train(text, int(sys.argv[2]) if len(sys.argv) > 2 else STEPS)
     print(f"{time.time() - started:.0f} seconds\n{sample(model, characters, 500)}")

@@ -133,7 +133,7 @@ HALF = math.sqrt(0.5)  # cos 45°
 def test_schedule_equals_a_table(warmup_steps, total_steps, min_lr_ratio, table):
     """Catches a schedule off by one step, counted in epochs, or that goes up again past its end (row 21)."""
     for step, wanted in table.items():
-        found = learning_rate_factor(step, warmup_steps, total_steps, min_lr_ratio)
+        found = learning_rate_factor(step, warmup_steps, total_steps, min_lr_ratio, "cosine")
         assert found == pytest.approx(wanted, abs=1e-12), step  # double precision has 16 digits
 
 

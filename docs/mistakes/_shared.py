@@ -71,7 +71,7 @@ def fit(model: GPT, codes: np.ndarray, steps: int, batch_size: int = 16) -> None
     optimizer = create_optimizer(model, OptimizerConfig(name="muon", learning_rate=8e-3, muon_learning_rate=0.03))
     model.train()
     for step in range(steps):
-        set_learning_rate(optimizer, learning_rate_factor(step, 20, steps, 0.0))
+        set_learning_rate(optimizer, learning_rate_factor(step, 20, steps, 0.0, "cosine"))
         x, y = batch_of(codes, model.config.block_size, batch_size, seed=step)
         _, loss = model(x, y)
         loss.backward()

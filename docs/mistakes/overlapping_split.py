@@ -20,7 +20,7 @@ def fit_on(model: GPT, windows: Dataset, starts: np.ndarray, steps: int) -> None
     random = np.random.default_rng(0)
     optimizer = create_optimizer(model, OptimizerConfig(name="muon", learning_rate=8e-3, muon_learning_rate=0.03))
     for step in range(steps):
-        set_learning_rate(optimizer, learning_rate_factor(step, 20, steps, 0.0))
+        set_learning_rate(optimizer, learning_rate_factor(step, 20, steps, 0.0, "cosine"))
         _, loss = model(*windows.__getitems__(random.choice(starts, size=24).tolist()))  # type: ignore[attr-defined]
         loss.backward()
         optimizer.step()

@@ -33,7 +33,7 @@ def train(optimizer: torch.optim.Optimizer, model: GPT, steps: int, quick: bool)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     for step in range(steps):
-        set_learning_rate(optimizer, learning_rate_factor(step, 20, steps, 0.1))
+        set_learning_rate(optimizer, learning_rate_factor(step, 20, steps, 0.1, "cosine"))
         _, loss = model(*batch_of(codes, T, 16, seed=step))
         loss.backward()
         optimizer.step()
