@@ -1,4 +1,4 @@
-"""The schema of `gpt2_train_cfg.yaml`: which keys there are, and which values they may have.
+"""Armour: the schema of `gpt2_train_cfg.yaml`, that is, which keys there are and which values they may have.
 
 A first reader can skip this file: the YAML file explains every key. The groups `data_config`, `gpt_config` and
 `optimizer_config` are dataclasses of the modules that they belong to; `trainer_config` is here, with what follows from

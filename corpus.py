@@ -1,4 +1,4 @@
-"""Where a text comes from: a file, a URL, a download, or the short play that comes with the project.
+"""Armour: where a text comes from, that is, a file, a URL, a download, or the short play beside this program.
 
 A first reader can skip this file: `read_text` returns a string, and everything after that is in `char_dataset.py`. It
 imports nothing of the project. `report.py` comes next.

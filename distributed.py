@@ -60,10 +60,12 @@ def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator
     # Numbers on the CPU (losses, decisions) travel by gloo, gradients by the device's own backend. One rank alone has
     # no gradients to share; nor has a Mac, whose GPU serves one process only.
     shares_gradients = world_size > 1 and device.type not in ("cpu", "mps")
-    backend, card = "gloo", None
+    backend, bound_device = "gloo", None
     if shares_gradients:
-        backend, card = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}", device
-    dist.init_process_group(backend, timeout=timeout, world_size=world_size, rank=rank, store=store, device_id=card)
+        backend, bound_device = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}", device
+    dist.init_process_group(
+        backend, timeout=timeout, world_size=world_size, rank=rank, store=store, device_id=bound_device
+    )
     yield Ranks(rank, local_rank, world_size, device, is_restart=restarts > 0)
     dist.destroy_process_group()  # not after an error: it may wait for ranks that are waiting for this one
 

@@ -115,10 +115,8 @@ def train(cfg: DictConfig) -> None:
     RESULTS.append((trainer.state.best_eval_loss, run_dir))
     if why_bundled and ranks.is_main:
         warn_bundled(why_bundled)
-    if trainer.state.stop_signal:
-        sys.exit(
-            128 + trainer.state.stop_signal
-        )  # as if the signal had killed it: a scheduler must not think it's done
+    if trainer.state.stop_signal:  # as the signal's own effect would have been: a scheduler must not think it is done
+        sys.exit(128 + trainer.state.stop_signal)
 
 
 def main() -> None:

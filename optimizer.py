@@ -115,7 +115,7 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig, dtype: torch.dty
 # ------------------------------------------------------------------------------------ Muon
 
 
-def orthogonalize(matrices: Tensor, dtype: torch.dtype, ns_steps: int = 4) -> Tensor:
+def orthogonalize(matrices: Tensor, dtype: torch.dtype, ns_steps: int) -> Tensor:
     """Replace matrices (n, rows, columns) by nearly orthogonal ones with the same singular vectors.
 
     Newton-Schulz iteration: an odd polynomial of a matrix acts on its singular values alone, and this one drives them
@@ -158,8 +158,6 @@ class Muon(Optimizer):
         # Newton-Schulz step, as the authors take, costs 3 ms more in each step on a CPU and gains nothing.
         super().__init__(groups, {"momentum": 0.9, "ns_steps": 4})
         self.dtype = dtype
-        for p in [p for group in groups for p in group["params"]]:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -180,6 +178,9 @@ class Muon(Optimizer):
         if rows == 3 * columns:
             rows = columns
         gradients = [p.grad for p in matrices if p.grad is not None]
+        for p in matrices:
+            if not self.state[p]:  # only before a matrix's first step
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         averages = [self.state[p]["momentum_buffer"] for p in matrices]
         torch._foreach_lerp_(averages, gradients, 1.0 - group["momentum"])
         # Nesterov: the gradient that the average would give if this step's gradient came once more.

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from snapshot import best_url
+
 Item = TypeVar("Item")
 
 log = logging.getLogger(__name__)
@@ -87,6 +89,8 @@ class Reporter:
 
     def evaluation(self, step: int, loss: float, text: str) -> None:
         """Report an evaluation: its loss in nats a character, and a sample."""
+        if not self.is_main:
+            return
         bits = loss / math.log(2)
         log.info("step %d: evaluation loss %.4f (%.3f bits a character)", step, loss, bits)
         self._write("add_scalar", "eval/loss", loss, step)
@@ -107,7 +111,9 @@ class Reporter:
             self.profiler.stop()  # in a very short run, the profile ends here
             self.profiler = None
 
-    def finished(self, step: int, loss: float, best_loss: float, text: str, tokens_per_step: int) -> None:
+    def finished(
+        self, step: int, loss: float, best_loss: float, text: str, tokens_per_step: int, snapshot_path: str
+    ) -> None:
         """Close the curves and the bar, and say how it went and what to do next."""
         if not self.is_main:
             return
@@ -116,7 +122,7 @@ class Reporter:
         if text:
             log.info("a sample:\n\n%s\n", text)
         tokens, seconds = (step - self.first_step) * tokens_per_step, time.perf_counter() - self._began
-        speed = f", {tokens:,} characters in {seconds:.0f} s" if tokens else ""
+        speed = f", {tokens:,} tokens in {seconds:.0f} s" if tokens else ""
         log.info("finished: %d steps, evaluation loss %.4f, best %.4f%s", step, loss, best_loss, speed)
         if self.dry_run:
             log.info("that was a dry run: model, text and machine fit together, and nothing was written")
@@ -126,7 +132,7 @@ class Reporter:
         if step < self.total_steps:
             key = "patience"
         log.info("written: %s", self.run_dir)
-        log.info("to write text: python generate.py --snapshot %s/gpt_snapshot.best.pt", self.run_dir)
+        log.info("to write text: python generate.py --snapshot %s", best_url(snapshot_path))
         log.info("to go on, raise trainer_config.%s; to start over, set trainer_config.resume=false", key)
 
     def _write_hyperparameters(self, loss: float, step: int) -> None:

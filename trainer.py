@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class State:
-    """All that changes while training, apart from the weights and the optimizer's state."""
+    """What changes while training, apart from the weights, the optimizer and its scaler."""
 
     total_steps: int  # the optimizer step at which the run ends
     step: int = 0  # optimizer steps done
@@ -50,6 +50,14 @@ class State:
     best_step: int = 0  # the optimizer step it was found at
     text: str = ""  # sampled at the last evaluation
     stop_signal: int = 0  # the signal on which all ranks agreed to stop; 0: go on
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of one rank's dropout in one optimizer step: ranks and steps draw independent masks.
+
+    Seeding every step anew, instead of saving the generator's state, makes a restarted run draw the same masks.
+    """
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
 
 
 class Trainer:
@@ -83,12 +91,14 @@ class Trainer:
         full_config: dict[str, Any],
     ):
         self.config, self.optimizer_config, self.full_config = config, optimizer_config, full_config
-        self.vocabulary, self.eval_codes, self.ranks = vocabulary, eval_codes, ranks
+        self.vocabulary, self.eval_codes, self.ranks, self.snapshot_path = vocabulary, eval_codes, ranks, snapshot_path
         self.block_size = model.config.block_size
         self.micro_batch_size = config.sequences_per_forward(ranks.world_size)
         self.accumulation_steps = config.batch_size // (self.micro_batch_size * ranks.world_size)
 
         self.dtype = choose_dtype(config, ranks.device)  # of matrix products; the weights stay float32
+        # On GPUs, what autocast leaves in float32 may go through the tensor cores as TF32, but not in a float32 run.
+        torch.set_float32_matmul_precision("highest" if self.dtype == torch.float32 else "high")
         self.autocast = torch.autocast(ranks.device.type, self.dtype, enabled=self.dtype != torch.float32)
         self.raw_model = model.to(ranks.device)  # saved and evaluated: without DDP's prefix before every name
         if config.compile:
@@ -270,7 +280,9 @@ class Trainer:
             log.info("stopped by %s after step %d of %d; start again to go on", name, self.step, state.total_steps)
         else:
             tokens = self.config.batch_size * self.block_size  # in a step
-            self.reporter.finished(self.step, state.eval_loss, state.best_eval_loss, state.text, tokens)
+            self.reporter.finished(
+                self.step, state.eval_loss, state.best_eval_loss, state.text, tokens, self.snapshot_path
+            )
         if self.snapshots is not None and self.snapshots.errors:
             raise RunError(f"the last snapshot could not be saved: {'; '.join(self.snapshots.errors.values())}")
 
@@ -328,24 +340,13 @@ class Trainer:
             log.info("this run is already finished: there is nothing left to train")
 
     def _report_step(self, loss: Tensor, grad_norm: Tensor) -> None:
-        self.reporter.step_done()
-        if not self._is_due(self.config.log_every_steps):
-            return
-        loss_value = loss.item()  # the loop waits for the device only in steps that log or save
         watch = self.reporter.watch
-        steps, seconds, data_seconds = self.step - watch.first_step, watch.seconds, watch.data_seconds
-        values = {  # the loss of the global batch: the mean over ranks, whose shares are equally large
-            "train/loss": all_reduce_sum([loss_value])[0] / self.ranks.world_size,
-            "train/learning_rate": self.optimizer.param_groups[-1]["lr"],
-            "train/grad_norm": grad_norm.item(),
-            "train/param_norm": parameter_norm(self.raw_model),
-            "train/tokens_per_second": steps * self.config.batch_size * self.block_size / seconds,
-            "time/data_seconds_per_step": data_seconds / steps,
-            "time/compute_seconds_per_step": (seconds - data_seconds) / steps,
-            "memory/peak_gb": peak_memory(self.ranks.device),
-        }
-        self.reporter.train_step(self.step, values)
-        watch.restart(self.step)
+        if self._is_due(self.config.log_every_steps):
+            # Reading the loss waits for the device: only in steps that log or save.
+            self.reporter.train_step(self.step, step_values(self, loss.item(), grad_norm))
+            watch.restart(self.step)
+        with watch.paused():
+            self.reporter.step_done()
 
     # ------------------------------------------------------------------------------ armour: faults of any of the ranks
 
@@ -378,14 +379,6 @@ class RunError(Exception):
     """The run can't go on, and it is no bug: the message says, in one line, what happened and what to do."""
 
 
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of one rank's dropout in one optimizer step: ranks and steps draw independent masks.
-
-    Seeding every step anew, instead of saving the generator's state, makes a restarted run draw the same masks.
-    """
-    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
-
-
 def make_loader(
     dataset: CharDataset, sampler: WindowSampler, batch_size: int, workers: int, device: torch.device
 ) -> DataLoader:
@@ -406,6 +399,22 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+def step_values(trainer: Trainer, loss: float, grad_norm: Tensor) -> dict[str, float]:
+    """What is logged of a step, by TensorBoard's tags; speeds are means since the last report."""
+    watch, model = trainer.reporter.watch, trainer.raw_model
+    steps, seconds, data_seconds = trainer.step - watch.first_step, watch.seconds, watch.data_seconds
+    return {  # the loss of the global batch: the mean over ranks, whose shares are equally large
+        "train/loss": all_reduce_sum([loss])[0] / trainer.ranks.world_size,
+        "train/learning_rate": trainer.optimizer.param_groups[-1]["lr"],
+        "train/grad_norm": grad_norm.item(),
+        "train/param_norm": parameter_norm(model),
+        "train/tokens_per_second": steps * trainer.config.batch_size * trainer.block_size / seconds,
+        "time/data_seconds_per_step": data_seconds / steps,
+        "time/compute_seconds_per_step": (seconds - data_seconds) / steps,
+        "memory/peak_gb": peak_memory(trainer.ranks.device),
+    }
+
+
 def header_lines(trainer: Trainer) -> list[str]:
     """What a run says before its first step, in lines that fit a terminal of 80 columns."""
     c, config, state = trainer.raw_model.config, trainer.config, trainer.state
@@ -418,4 +427,5 @@ def header_lines(trainer: Trainer) -> list[str]:
         f"an epoch: {trainer.sampler.steps_per_epoch:,}",
         f"machine: {str(trainer.dtype).removeprefix('torch.')} on {trainer.ranks.device}; a step: "
         f"{trainer.ranks.world_size} ranks x {trainer.accumulation_steps} x {trainer.micro_batch_size} windows",
+        f"optimizer: {trainer.optimizer_config.name}; snapshots: {trainer.snapshot_path}",
     ]

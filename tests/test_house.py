@@ -16,7 +16,7 @@ ALLOWED = {
     "optimizer": set(),
     "distributed": set(),
     "snapshot": set(),
-    "report": set(),
+    "report": {"snapshot"},
     "config": {"char_dataset", "model", "optimizer"},
     "trainer": {"char_dataset", "config", "distributed", "model", "optimizer", "report", "snapshot"},
     "main": {"char_dataset", "config", "corpus", "distributed", "model", "report", "snapshot", "trainer"},
@@ -78,19 +78,23 @@ def test_no_function_is_longer_than_a_page(name):
 
 
 def test_the_core_of_each_file_comes_first():
-    """Catches armour in front of the core: who looks for the core alone reads at most 850 lines (once it was 1,287)."""
+    """Catches armour in front of the core, file by file; together 666 lines, all of nanoGPT (it was 1,287 once)."""
     core = {
         "char_dataset": ["CharVocabulary", "CharDataset", "WindowSampler"],
         "model": ["CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward"],
         "optimizer": ["split_parameters", "create_optimizer", "learning_rate_factor"],
         "trainer": ["Trainer.fit", "Trainer._train_step", "Trainer.evaluate"],
     }
-    passed = 0
+    passed = {}
     for module, names in core.items():
         ends = {}
         for node in MODULES[module].body:
             ends[getattr(node, "name", "")] = node.end_lineno
             for inner in getattr(node, "body", []):
                 ends[f"{getattr(node, 'name', '')}.{getattr(inner, 'name', '')}"] = inner.end_lineno
-        passed += max(ends[name] for name in names)
-    assert passed <= 850
+        passed[module] = max(ends[name] for name in names)
+    assert {module: lines for module, lines in passed.items() if lines > LINES_TO_PASS[module]} == {}
+    assert sum(LINES_TO_PASS.values()) <= 666
+
+
+LINES_TO_PASS = {"char_dataset": 172, "model": 180, "optimizer": 122, "trainer": 192}

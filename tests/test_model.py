@@ -58,6 +58,13 @@ def test_contradictory_configuration_is_refused(choice, message):
             make(**choice)
 
 
+def test_both_configurations_have_the_same_defaults():
+    """Catches a model built in Python that differs from the one that the configuration file describes."""
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8}
+    built = vars(GPTConfig(vocab_size=V, block_size=T, **sizes))
+    assert {key: built[key] for key in vars(ArchitectureConfig(**sizes))} == vars(ArchitectureConfig(**sizes))
+
+
 @pytest.mark.parametrize("missing", ["vocab_size", "block_size"])
 def test_what_the_data_dictates_has_no_default(missing):
     """Catches a None default for a required size (row 7)."""

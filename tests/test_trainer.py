@@ -6,6 +6,7 @@ Started by torchrun as a program, this file is one rank of the runs that the tes
 import copy
 import logging
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -362,6 +363,18 @@ def test_the_scaler_is_enabled_for_float16_alone(alone, tmp_path, dtype, scaled)
     assert make_trainer(tmp_path, *settings, ranks=alone).scaler.is_enabled() is scaled
 
 
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "highest"), ("bfloat16", "high"), ("float16", "high")])
+def test_float32_products_are_exact_in_float32_runs_alone(alone, tmp_path, dtype, precision):
+    """Catches TF32 in a run that promises float32, and full float32 where GPUs could use their tensor cores."""
+    settings = ["trainer_config.use_amp=true", f"trainer_config.amp_dtype={dtype}"]
+    before = torch.get_float32_matmul_precision()
+    try:
+        make_trainer(tmp_path, *settings, ranks=alone)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.parametrize(
     ("use_amp", "wish", "device", "has_bfloat16", "expected"),
     [
@@ -628,6 +641,31 @@ def test_a_resumed_run_records_every_step(alone, tmp_path):
     go_on_after_stop(tmp_path, 13, ranks=alone)
     assert list(read_losses(tmp_path)) == list(range(1, 21))
     assert list(read_losses(tmp_path, "eval/loss")) == [10, 20]
+
+
+def test_a_resumed_run_counts_its_own_steps_only(alone, tmp_path):
+    """Catches a speed that counts the steps before the restart: a thousand steps in a tenth of a second."""
+    make_trainer(tmp_path, "trainer_config.max_steps=5", ranks=alone).fit()
+    second = make_trainer(tmp_path, ranks=alone)
+    second.resume()
+    counted_from = []
+    before_each_step(second, lambda: counted_from.append(second.reporter.watch.first_step))
+    second.fit()
+    assert counted_from[0] == 5
+
+
+def test_a_run_of_the_first_version_goes_on(alone, tmp_path):
+    """Catches a change that leaves people's snapshots behind: this one was written by version 0.1.0 after 10 steps."""
+    old = Path(__file__).parent / "version_0_1_0"
+    shutil.copy(old / "step_10.pt", tmp_path / "gpt_snapshot.pt")
+    trainer = make_trainer(tmp_path, "gpt_config.resid_pdrop=0.1", "trainer_config.save_every_steps=10", ranks=alone)
+    trainer.resume()
+    assert trainer.step == 10
+    trainer.fit()
+    there, here = (load_snapshot(str(p))["model"] for p in (old / "step_20.pt", tmp_path / "gpt_snapshot.pt"))
+    for name, weight in there.items():
+        # Ten steps of float32: another processor rounds differently, by less than this; another mask shows in 1e-2.
+        torch.testing.assert_close(here[name], weight, rtol=0, atol=1e-4)
 
 
 def test_the_scale_is_resumed(alone, tmp_path):
