@@ -97,9 +97,9 @@ class Trainer:
         self.accumulation_steps = config.batch_size // (self.micro_batch_size * ranks.world_size)
 
         self.dtype = choose_dtype(config, ranks.device)  # of matrix products; the weights stay float32
+        self.autocast = torch.autocast(ranks.device.type, self.dtype, enabled=self.dtype != torch.float32)
         # On GPUs, what autocast leaves in float32 may go through the tensor cores as TF32, but not in a float32 run.
         torch.set_float32_matmul_precision("highest" if self.dtype == torch.float32 else "high")
-        self.autocast = torch.autocast(ranks.device.type, self.dtype, enabled=self.dtype != torch.float32)
         self.raw_model = model.to(ranks.device)  # saved and evaluated: without DDP's prefix before every name
         if config.compile:
             self.raw_model.compile()

@@ -231,8 +231,13 @@ def read_samples(run_dir: str) -> dict[int, str]:
 
 
 def draw_run(run_dir: str, steps: tuple[int, ...] = (0, 100, 300)) -> None:
-    """docs/run.png: the losses of one run beside what it wrote at some steps and at its end."""
+    """docs/run.png: the losses of one run beside what it wrote at some steps and at its end.
+
+    The run must have been evaluated at these steps: python main.py trainer_config.eval_every_steps=100
+    """
     samples = {0: untrained_text(run_dir, 500), **read_samples(run_dir)}
+    if missing := [step for step in steps if step not in samples]:
+        sys.exit(f"error: {run_dir} has no samples of steps {missing}; train with trainer_config.eval_every_steps=100")
     steps = (*steps, max(samples))
     figure = plt.figure(figsize=(11, 5.2), layout="constrained")
     grid = figure.add_gridspec(len(steps), 2, width_ratios=[1.15, 1])
