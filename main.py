@@ -26,7 +26,7 @@ from corpus import BUNDLED_TEXT, download_corpus, read_text
 from distributed import Ranks, all_gather, broadcast_from_main, leave, leave_if_lost, process_group
 from model import GPT, GPTConfig
 from report import help_text, set_up_logging
-from snapshot import Snapshot, differences, load_base, lock
+from snapshot import Snapshot, load_base, lock, start_from
 from trainer import RunError, Trainer
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,9 @@ def train(cfg: DictConfig) -> None:
         # A few operations on GPUs add up in an order that varies; torch then takes others, or says that it has none.
         if config.trainer_config.deterministic != torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(config.trainer_config.deterministic)
-        path, why_bundled = find_text(config.data_config.path, ranks)
+        path, warning = find_text(config.data_config.path, ranks)
+        if warning and ranks.is_main:
+            log.warning(warning)
         trainer = build_trainer(config, path, ranks, run_dir, values)
         trainer.resume()
         if writes:
@@ -113,8 +115,8 @@ def train(cfg: DictConfig) -> None:
     with group:
         fit(trainer)
     RESULTS.append((trainer.state.best_eval_loss, run_dir))
-    if why_bundled and ranks.is_main:
-        warn_bundled(why_bundled)
+    if warning and ranks.is_main:
+        log.warning(warning)
     if trainer.state.stop_signal:  # as the signal's own effect would have been: a scheduler must not think it is done
         sys.exit(128 + trainer.state.stop_signal)
 
@@ -149,7 +151,7 @@ def find_text(path: str, ranks: Ranks) -> tuple[str, str]:
     """Where the text is. The default text is downloaded if it is missing; a text that the user gave is not replaced.
 
     Returns:
-        (path or URL of the text to train on, why it is the bundled one: empty if it isn't).
+        (path or URL of the text to train on, a warning if that is the bundled one, so that nobody can miss it).
     """
     if path != DataConfig.path:
         return path, ""
@@ -162,34 +164,13 @@ def find_text(path: str, ranks: Ranks) -> tuple[str, str]:
         except OSError as error:
             failure = str(error)
     failures = [reason for reason in all_gather(failure) if reason]  # makes the others wait, and all nodes agree
-    if failures and ranks.is_main:
-        warn_bundled(failures[0])
-    return (str(BUNDLED_TEXT), failures[0]) if failures else (str(default), "")
-
-
-def warn_bundled(reason: str) -> None:
-    """Say that the run is not on tiny-shakespeare, so that nobody can miss it."""
-    log.warning(
-        "WARNING: no tiny-shakespeare (%s). Training on the short text that comes with the project, %s: losses won't "
-        "compare. Put a text at data/input.txt, or connect to the network, and start with trainer_config.resume=false.",
-        *(reason, BUNDLED_TEXT),
+    if not failures:
+        return str(default), ""
+    return str(BUNDLED_TEXT), (
+        f"WARNING: no tiny-shakespeare ({failures[0]}). Training on the short text that comes with the project, "
+        f"{BUNDLED_TEXT}: losses won't compare. Put a text at data/input.txt, or connect to the network, and start "
+        "with trainer_config.resume=false."
     )
-
-
-def start_from(model: GPT, base: Snapshot) -> None:
-    """Give a new model the weights of another run's; its optimizer, its step and its data order start afresh.
-
-    Raises:
-        ValueError: the sizes differ. Dropout may differ: it is no part of the weights.
-    """
-    differing = differences(base["model_config"], vars(model.config))
-    sizes = [f"{key} is {there} there and {here} here" for key, there, here in differing if not key.endswith("pdrop")]
-    if sizes:
-        raise ValueError(
-            f"the model of trainer_config.init_from has another shape: {', '.join(sizes)}; set gpt_config and "
-            "data_config.block_size as they are there"
-        )
-    model.load_state_dict(base["model"])
 
 
 def fit(trainer: Trainer) -> None:

@@ -276,6 +276,22 @@ def load_base(url: str, own_url: str, may_resume: bool) -> Snapshot:
     return {key: base[key] for key in ("model_config", "vocabulary", "model")}
 
 
+def start_from(model: torch.nn.Module, base: Snapshot) -> None:
+    """Give a new model the weights of another run's; its optimizer, its step and its data order start afresh.
+
+    Raises:
+        ValueError: the sizes differ. Dropout may differ: it is no part of the weights.
+    """
+    differing = differences(base["model_config"], vars(model.config))
+    sizes = [f"{key} is {there} there and {here} here" for key, there, here in differing if not key.endswith("pdrop")]
+    if sizes:
+        raise ValueError(
+            f"the model of trainer_config.init_from has another shape: {', '.join(sizes)}; set gpt_config and "
+            "data_config.block_size as they are there"
+        )
+    model.load_state_dict(base["model"])
+
+
 def fingerprint(*parts: np.ndarray) -> str:
     """SHA-256 of arrays in their order, hexadecimal: tells whether a snapshot was trained on the same text."""
     digest = hashlib.sha256()

@@ -1,12 +1,14 @@
 """What the tests share: small models, small texts, and real processes that run the program."""
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 PROJECT = Path(__file__).resolve().parent.parent
 SAMPLE_TEXT = PROJECT / "data" / "sample.txt"
@@ -68,6 +70,22 @@ def read_losses(run_dir: Path, tag: str = "train/loss") -> dict[int, float]:
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
     events.Reload()
     return {event.step: event.value for event in events.Scalars(tag)}
+
+
+@pytest.fixture(scope="session")
+def two_rank_run(
+    tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """(Folder, process) of the tiny run on two ranks, made once for all tests, which only look at folder/run."""
+    shared = tmp_path_factory.getbasetemp()
+    if worker_id != "master":  # one of pytest-xdist's workers: whoever comes first makes it for all of them
+        shared = shared.parent
+    folder, record = shared / "two_ranks", shared / "two_ranks.pickle"
+    with FileLock(f"{folder}.lock"):
+        if not record.exists():
+            folder.mkdir()
+            record.write_bytes(pickle.dumps(train(folder / "run", ranks=2)))
+    return folder, pickle.loads(record.read_bytes())
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PROJECT, TINY_RUN, read_losses, run_program, train
+from conftest import PROJECT, TINY_RUN, read_losses, run_program
 
 from distributed import choose_device, process_group
 from snapshot import load_snapshot
@@ -46,32 +46,26 @@ def assert_one_writer(run_dir: Path) -> None:
     assert list(read_losses(run_dir)) == list(range(1, 21))
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    folder = tmp_path_factory.mktemp("two_ranks")
-    return folder, train(folder / "run", ranks=2)
-
-
-def test_two_ranks_share_one_run_directory_and_one_writer(two_ranks):
+def test_two_ranks_share_one_run_directory_and_one_writer(two_rank_run):
     """Catches a time-stamped directory for every rank, and ranks that log or write events beside rank 0."""
-    folder, process = two_ranks
+    folder, process = two_rank_run
     assert process.returncode == 0, process.stderr
     assert [path.name for path in folder.iterdir()] == ["run"]
     assert_one_writer(folder / "run")
 
 
-def test_the_console_speaks_once(two_ranks):
+def test_the_console_speaks_once(two_rank_run):
     """Catches reports printed by every rank."""
-    folder, process = two_ranks
+    folder, process = two_rank_run
     assert process.stderr.count("step 20/20:") == 1  # on a console that is no terminal, lines are few
     log = (folder / "run" / "main.log").read_text(encoding="utf-8")
     for step in range(1, 21):
         assert log.count(f"step {step}/20:") == 1
 
 
-def test_every_ranks_evaluation_is_in_the_log(two_ranks):
+def test_every_ranks_evaluation_is_in_the_log(two_rank_run):
     """Catches an evaluation of one rank's share only."""
-    folder, _ = two_ranks
+    folder, _ = two_rank_run
     log = (folder / "run" / "main.log").read_text(encoding="utf-8")
     assert log.count("257, ") == 2  # 513 targets: 17 windows of 16 less 15, and 16 windows
     assert log.count("256 characters") == 2

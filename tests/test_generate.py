@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROJECT, run_program, train
+from conftest import PROJECT, run_program
 from test_trainer import make_trainer, world_of_one
 
 import generate
@@ -26,14 +26,12 @@ def run_generate(snapshot: Path, *arguments: object, **kwargs) -> subprocess.Com
 
 
 @pytest.fixture(scope="module")
-def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The only file that is left of a run of two ranks: corpus, configuration and run directory are elsewhere."""
-    folder = tmp_path_factory.mktemp("generate")
-    process = train(folder / "run", ranks=2)
+def snapshot(two_rank_run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The only file of a run of two ranks: corpus, configuration and run directory are elsewhere."""
+    folder, process = two_rank_run
     assert process.returncode == 0, process.stderr
     alone = tmp_path_factory.mktemp("alone") / "copied.pt"
     shutil.copy(folder / "run" / "gpt_snapshot.pt", alone)
-    shutil.rmtree(folder)
     return alone
 
 
