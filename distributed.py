@@ -1,7 +1,7 @@
 """Who am I among the ranks: set-up, tear-down, and the few collectives that the trainer needs.
 
-Read it after `trainer.py`; `snapshot.py` comes next. It alone reads the environment that a
-launcher sets. There is one path: without a launcher, a run is a group of one rank.
+Read it after `trainer.py`; `snapshot.py` comes next. It alone reads the environment that a launcher
+sets. There is one path: without a launcher, a run is a group of one rank.
 """
 
 import itertools

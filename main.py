@@ -54,9 +54,10 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_co
     settings.sequences_per_forward(ranks.world_size)  # raises before a large text is read
     snapshot_path = settings.snapshot_path or str(Path(run_dir) / "gpt_snapshot.pt")
     base: Snapshot | None = None  # the model to fine-tune, read by one rank for all
-    if settings.init_from is not None and ranks.is_main:
-        base = load_base(settings.init_from, snapshot_path, may_resume=settings.resume or ranks.is_restart)
-    base = broadcast_from_main(base)
+    if settings.init_from is not None:
+        if ranks.is_main:
+            base = load_base(settings.init_from, snapshot_path, may_resume=settings.resume or ranks.is_restart)
+        base = broadcast_from_main(base)
 
     text = read_text(path)
     vocabulary = CharVocabulary(base["vocabulary"]) if base else CharVocabulary.of(text)

@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from snapshot import best_url
-
 Item = TypeVar("Item")
 
 log = logging.getLogger(__name__)
@@ -112,7 +110,7 @@ class Reporter:
             self.profiler = None
 
     def finished(
-        self, step: int, loss: float, best_loss: float, text: str, tokens_per_step: int, snapshot_path: str
+        self, step: int, loss: float, best_loss: float, text: str, tokens_per_step: int, best_snapshot: str
     ) -> None:
         """Close the curves and the bar, and say how it went and what to do next."""
         if not self.is_main:
@@ -132,7 +130,7 @@ class Reporter:
         if step < self.total_steps:
             key = "patience"
         log.info("written: %s", self.run_dir)
-        log.info("to write text: python generate.py --snapshot %s", best_url(snapshot_path))
+        log.info("to write text: python generate.py --snapshot %s", best_snapshot)
         log.info("to go on, raise trainer_config.%s; to start over, set trainer_config.resume=false", key)
 
     def _write_hyperparameters(self, loss: float, step: int) -> None:

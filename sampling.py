@@ -14,11 +14,11 @@ from torch import Tensor
 
 def choose_token(
     logits: Tensor,
-    temperature: float = 1.0,
-    do_sample: bool = False,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
+    temperature: float,
+    do_sample: bool,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """Choose one token for each row of logits.
 

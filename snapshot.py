@@ -227,12 +227,14 @@ def load_newest(url: str) -> Snapshot | None:
 
 def differences(there: Snapshot, here: Snapshot) -> list[tuple[str, Any, Any]]:
     """(Name, value there, value here) of all that differs, the entries of inner dictionaries one by one."""
-    flat: list[dict[str, Any]] = [{}, {}]
-    for side, values in zip(flat, (there, here), strict=True):
+
+    def flatten(values: Snapshot) -> Snapshot:
+        flat: Snapshot = {}
         for name, value in values.items():
-            inner = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
-            side.update(inner)
-    old, new = flat
+            flat |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+        return flat
+
+    old, new = flatten(there), flatten(here)
     return [(name, old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)]
 
 

@@ -34,7 +34,7 @@ from distributed import (
 from model import GPT
 from optimizer import OptimizerConfig, create_optimizer, learning_rate_factor, load_optimizer_state, set_learning_rate
 from report import Reporter, parameter_norm, peak_memory
-from snapshot import RunSnapshots, Snapshot, differences, fingerprint
+from snapshot import RunSnapshots, Snapshot, best_url, differences, fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -280,9 +280,8 @@ class Trainer:
             log.info("stopped by %s after step %d of %d; start again to go on", name, self.step, state.total_steps)
         else:
             tokens = self.config.batch_size * self.block_size  # in a step
-            self.reporter.finished(
-                self.step, state.eval_loss, state.best_eval_loss, state.text, tokens, self.snapshot_path
-            )
+            best = best_url(self.snapshot_path)
+            self.reporter.finished(self.step, state.eval_loss, state.best_eval_loss, state.text, tokens, best)
         if self.snapshots is not None and self.snapshots.errors:
             raise RunError(f"the last snapshot could not be saved: {'; '.join(self.snapshots.errors.values())}")
 

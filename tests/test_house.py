@@ -16,7 +16,7 @@ ALLOWED = {
     "optimizer": set(),
     "distributed": set(),
     "snapshot": set(),
-    "report": {"snapshot"},
+    "report": set(),
     "config": {"char_dataset", "model", "optimizer"},
     "trainer": {"char_dataset", "config", "distributed", "model", "optimizer", "report", "snapshot"},
     "main": {"char_dataset", "config", "corpus", "distributed", "model", "report", "snapshot", "trainer"},
