@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class Ranks:
     local_rank: int  # the same, counted on this node; local rank 0 does what must be done once for each node
     world_size: int  # how many processes train together
     device: torch.device  # where this process computes
-    is_restart: bool = False  # whether a launcher has started this run again after a failure
+    launch: str = ""  # tells one start of the program, with its restarts by the launcher, from every other
+    is_restart: bool = False  # whether a launcher has started this launch again after a failure
 
     @property
     def is_main(self) -> bool:
@@ -56,7 +58,7 @@ def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator
     local_rank, restarts = int(os.environ["LOCAL_RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     device = choose_device(local_rank, device_wish)
     timeout = timedelta(minutes=timeout_minutes)
-    store, rank, world_size = meet_the_others(timeout, restarts)
+    store, rank, world_size, launch = meet_the_others(timeout, restarts)
     # Numbers on the CPU (losses, decisions) travel by gloo, gradients by the device's own backend. One rank alone has
     # no gradients to share; nor has a Mac, whose GPU serves one process only.
     shares_gradients = world_size > 1 and device.type not in ("cpu", "mps")
@@ -66,7 +68,7 @@ def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator
     dist.init_process_group(
         backend, timeout=timeout, world_size=world_size, rank=rank, store=store, device_id=bound_device
     )
-    yield Ranks(rank, local_rank, world_size, device, is_restart=restarts > 0)
+    yield Ranks(rank, local_rank, world_size, device, launch, is_restart=restarts > 0)
     dist.destroy_process_group()  # not after an error: it may wait for ranks that are waiting for this one
 
 
@@ -131,17 +133,21 @@ _launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # see
 _groups = itertools.count()  # numbers the process groups of this process
 
 
-def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int]:
-    """The rendezvous: (store through which the ranks find each other, rank, world size).
+def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int, str]:
+    """The rendezvous: (store through which the ranks find each other, rank, world size, identity of the launch).
 
     After a restart, a store that torchrun keeps still holds the addresses of the workers that died, and half of all
     restarts fail with "connection refused". A prefix for each attempt (and each run of a sweep) keeps them apart.
     Between nodes the counts can differ; there torchrun is told to make a new store each time: see docs/faults.md.
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    launch = uuid.uuid4().hex
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        launch = store.compare_set("launch", "", launch).decode()  # the first one stays, for all ranks and restarts
         store = dist.PrefixStore(f"attempt-{restarts}-{next(_groups)}", store)  # type: ignore[attr-defined]
-    return store, rank, world_size
+    elif "TORCHELASTIC_RUN_ID" in os.environ:  # nothing but its --rdzv_id outlasts a restart
+        launch = os.environ["TORCHELASTIC_RUN_ID"]
+    return store, rank, world_size, launch
 
 
 class StopRequest:

@@ -15,6 +15,7 @@ from char_dataset import CharVocabulary
 from model import GPT, GPTConfig
 from sampling import check_sampling
 from snapshot import DamagedSnapshotError, best_url, load_snapshot, previous_url
+from snapshot_contents import check_model
 
 DEFAULT_SNAPSHOT = str(Path(__file__).resolve().parent / "runs" / "shakespeare" / "gpt_snapshot.pt")
 
@@ -48,6 +49,7 @@ def load_model(url: str | None, device: torch.device) -> tuple[GPT, CharVocabula
     for candidate in [url] if url else [best_url(latest), latest, previous_url(latest)]:
         try:
             snapshot = load_snapshot(candidate)
+            check_model(snapshot, candidate)
         except FileNotFoundError:
             continue
         except DamagedSnapshotError as error:

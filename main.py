@@ -16,6 +16,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -26,8 +27,10 @@ from corpus import BUNDLED_TEXT, download_corpus, read_text
 from distributed import Ranks, all_gather, broadcast_from_main, leave, leave_if_lost, process_group
 from model import GPT, GPTConfig
 from report import help_text, set_up_logging
-from snapshot import Snapshot, load_base, lock, start_from
-from trainer import RunError, Trainer
+from run_files import RunError, load_base, load_own, lock, start_from
+from snapshot import Snapshot
+from snapshot_contents import check_contents
+from trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +59,8 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_co
     base: Snapshot | None = None  # the model to fine-tune, read by one rank for all
     if settings.init_from is not None:
         if ranks.is_main:
-            base = load_base(settings.init_from, snapshot_path, may_resume=settings.resume or ranks.is_restart)
+            launch = ranks.launch if ranks.is_restart else None
+            base = load_base(settings.init_from, load_own(snapshot_path, settings.resume, launch, check_contents))
         base = broadcast_from_main(base)
 
     text = read_text(path)
@@ -88,6 +92,7 @@ def train(cfg: DictConfig) -> None:
     group, is_ours = contextlib.ExitStack(), False
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True)
+        check_sweep(cfg)
         # Into the schema once more: a key added with "+" has got past Hydra.
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
         ranks = group.enter_context(process_group(config.trainer_config.timeout_minutes, config.trainer_config.device))
@@ -146,6 +151,17 @@ def main() -> None:
 
 
 # -------------------------------------------------------------------------- armour: no text, a base model, failing runs
+
+
+def check_sweep(cfg: DictConfig) -> None:
+    """Raise ValueError where all runs of a sweep would save to one place."""
+    url = cfg._get_node("trainer_config")._get_node("snapshot_path")._value()  # type: ignore[union-attr]
+    is_swept = any(word.startswith("trainer_config.snapshot_path=") and "," in word for word in sys.argv)
+    if HydraConfig.get().mode == RunMode.MULTIRUN and url is not None and "${" not in url and not is_swept:
+        raise ValueError(
+            f"trainer_config.snapshot_path={url}: all runs of a sweep would save there; leave it out, and each saves "
+            "to its own run directory"
+        )
 
 
 def find_text(path: str, ranks: Ranks) -> tuple[str, str]:

@@ -274,6 +274,32 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
         group.update(wanted, params=params)
 
 
+def check_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Raise ValueError where a saved state hasn't this optimizer's form: `load_state_dict` takes any.
+
+    Other numbers of groups are left to `load_optimizer_state`, which knows why.
+    """
+    parts: dict[str, Optimizer] = optimizer.parts if isinstance(optimizer, MuonWithAdamW) else {"": optimizer}
+    states = state if isinstance(optimizer, MuonWithAdamW) else {"": state}
+    for name, part in parts.items():
+        saved = states[name]["state"]
+        sizes = [len(group["params"]) for group in states[name]["param_groups"]]
+        if len(sizes) != len(part.param_groups):
+            continue
+        parameters = [p for group in part.param_groups for p in group["params"]]
+        # Without any, no step was taken yet.
+        if sizes != [len(group["params"]) for group in part.param_groups] or len(saved) not in (0, len(parameters)):
+            raise ValueError(f"{name} state of {len(saved)} parameters in groups of {sizes}, not of {len(parameters)}")
+        names = {"momentum_buffer"} if isinstance(part, Muon) else {"step", "exp_avg", "exp_avg_sq"}
+        for index, values in saved.items():
+            if values.keys() != names:
+                raise ValueError(f"{name} state {[*values]}, not {sorted(names)}")
+            for key, value in values.items():
+                shape = () if key == "step" else parameters[index].shape
+                if not isinstance(value, Tensor) or value.shape != shape or not value.isfinite().all():
+                    raise ValueError(f"{name} state {key} of parameter {index} is not a finite tensor of shape {shape}")
+
+
 def check_optimizer_config(c: OptimizerConfig) -> None:
     """Raise ValueError where a value is outside its range."""
     allowed = {

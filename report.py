@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -197,7 +198,8 @@ def set_up_logging(is_main: bool, prefix: str, log_file: Path | None) -> None:
     level = logging.INFO if is_main else logging.WARNING
     handlers: list[logging.Handler] = [ConsoleHandler(level)]
     if log_file is not None:
-        handlers.append(logging.FileHandler(log_file, encoding="utf-8", delay=True))
+        # Watched: when a run is moved aside, its log goes with it, and the new one's lines go into a new file.
+        handlers.append(WatchedFileHandler(log_file, encoding="utf-8", delay=True))
     form = f"%(asctime)s {prefix}%(message)s"
     logging.basicConfig(level=level, format=form, datefmt="%H:%M:%S", handlers=handlers, force=True)
 

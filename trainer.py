@@ -34,7 +34,9 @@ from distributed import (
 from model import GPT
 from optimizer import OptimizerConfig, create_optimizer, learning_rate_factor, load_optimizer_state, set_learning_rate
 from report import Reporter, parameter_norm, peak_memory
-from snapshot import RunSnapshots, Snapshot, best_url, differences, fingerprint
+from run_files import RunError, RunSnapshots, differences, fingerprint
+from snapshot import Snapshot, best_url
+from snapshot_contents import all_finite
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +125,8 @@ class Trainer:
         self.reporter = Reporter(run_dir, ranks.is_main, config.dry_run, config.profile)
         self.snapshots: RunSnapshots | None = None
         if ranks.is_main and not config.dry_run:
-            self.snapshots = RunSnapshots(snapshot_path, self._identity(fingerprint(train_codes, eval_codes)))
+            identity = self._identity(fingerprint(train_codes, eval_codes))
+            self.snapshots = RunSnapshots(run_dir, snapshot_path, identity, ranks.launch, self.optimizer)
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -245,9 +248,12 @@ class Trainer:
         self.reporter.watch.restart(self.step)
 
     def _evaluate_and_keep_best(self) -> None:
+        check_finite(self)
         with self.reporter.watch.paused():
             state = self.state
             state.eval_loss = self.evaluate()
+            if not math.isfinite(state.eval_loss):
+                raise diverged(self, f"step {self.step}: the evaluation loss is not finite")
             state.text = self.sample() if self.ranks.is_main and self.config.sample_tokens else ""
             self.reporter.evaluation(self.step, state.eval_loss, state.text)
             if state.eval_loss < state.best_eval_loss:
@@ -296,6 +302,7 @@ class Trainer:
 
     def _save(self, is_best: bool = False) -> None:
         """Write down all that the rest of the run depends on; rank 0 does, and not in a dry run."""
+        check_finite(self)
         if self.snapshots is None:
             return
         state = {
@@ -305,6 +312,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "best_eval_loss": self.state.best_eval_loss,
+            "best_step": self.state.best_step,
             "config": self.full_config,
             "torch_version": str(torch.__version__),
         }
@@ -320,8 +328,7 @@ class Trainer:
         """
         snapshot = None
         if self.snapshots is not None:
-            # Started over by torchrun, a run that was told to start over goes on: it has already done so.
-            snapshot = self.snapshots.open(may_resume=self.config.resume or self.ranks.is_restart)
+            snapshot = self.snapshots.open(self.config.resume, self.ranks.is_restart)
         # Read once, by one rank: the others may have no access, and must not see another file.
         snapshot = broadcast_from_main(snapshot)
         if snapshot is None:
@@ -332,9 +339,11 @@ class Trainer:
             self.scaler.load_state_dict(snapshot["scaler"])
         self.state.step = snapshot["step"]
         self.state.best_eval_loss, self.state.best_step = snapshot["best"]  # `RunSnapshots.open` has put it there
+        # Where the run once began stays in its snapshots, also when it isn't named any more.
+        began = snapshot["config"].get("trainer_config", {}).get("init_from")
+        self.full_config["trainer_config"]["init_from"] = began
         for name, was, now in differences(snapshot["config"], self.full_config):
-            if name != "trainer_config.init_from":  # where the run once began; it doesn't begin again
-                log.info("the configuration has changed and wins: %s was %s, is %s", name, was, now)
+            log.info("the configuration has changed and wins: %s was %s, is %s", name, was, now)
         if self.step >= self.state.total_steps:
             log.info("this run is already finished: there is nothing left to train")
 
@@ -365,17 +374,32 @@ class Trainer:
             is_broken = not (math.isfinite(loss) and (self.scaler.is_enabled() or math.isfinite(grad_norm)))
         broken, orphaned, self.state.stop_signal = all_reduce_max([is_broken, self.stop_request.is_orphaned(), asked])
         if broken:
-            raise RunError(
-                f"step {self.step + 1}: the loss or its gradient is not finite, at learning rates "
-                f"{[group['lr'] for group in self.optimizer.param_groups]}; the last snapshot is from before. "
-                "Lower the learning rates or trainer_config.grad_norm_clip, and start again"
-            )
+            raise diverged(self, f"step {self.step + 1}: the loss or its gradient is not finite")
         if orphaned:
             raise RunError(f"step {self.step + 1}: torchrun is gone; leaving without another snapshot")
 
 
-class RunError(Exception):
-    """The run can't go on, and it is no bug: the message says, in one line, what happened and what to do."""
+def check_finite(trainer: Trainer) -> None:
+    """Raise RunError where the weights or the optimizer's state are not finite: such are never evaluated nor saved.
+
+    They are the same on all ranks, so all of them raise.
+    """
+    # The norm: where it overflows, the weights are as good as infinite.
+    if not (math.isfinite(parameter_norm(trainer.raw_model)) and all_finite(trainer.optimizer.state_dict())):
+        raise diverged(trainer, f"step {trainer.step} has left weights or optimizer state that are not finite")
+
+
+def diverged(trainer: Trainer, what: str) -> RunError:
+    """The error of a run that has diverged, with the step to go back to; rank 0, which knows that, speaks for all."""
+    last = trainer.snapshots.last_step if trainer.snapshots is not None else None
+    back = "there is no snapshot yet"
+    if last is not None:
+        condition = "" if trainer.config.resume else "without trainer_config.resume=false "
+        back = f"the last snapshot is of step {last}: {condition}the next start goes on from there"
+    return RunError(
+        f"{what}, at learning rates {[group['lr'] for group in trainer.optimizer.param_groups]}; {back}. "
+        "Lower the learning rates or trainer_config.grad_norm_clip, and start again"
+    )
 
 
 def make_loader(

@@ -1,8 +1,10 @@
 """main.py with one fault built in, for test_faults.py: `torchrun tests/sabotage.py FAULT STEP RANK overrides...`.
 
-At optimizer step STEP, rank RANK raises, hangs, or gets a loss that is not a number.
+At optimizer step STEP, rank RANK raises, hangs, or gets a loss that is not a number. Or it dies early: in its first
+attempt, before it looks for a snapshot.
 """
 
+import os
 import signal
 import sys
 import time
@@ -30,5 +32,13 @@ def sabotaged(trainer, batches):
     return train_step(trainer, batches)
 
 
+def killed(trainer):
+    if trainer.ranks.rank == rank and not trainer.ranks.is_restart:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(10000)  # the other one gets no further either, until torchrun ends it
+
+
 Trainer._train_step = sabotaged  # type: ignore[method-assign]
+if fault == "die early" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    Trainer.resume = killed  # type: ignore[method-assign]
 main.main()

@@ -309,7 +309,7 @@ def test_a_refused_run_leaves_the_directory_to_the_other(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     holder = subprocess.Popen(
-        [sys.executable, "-c", "import sys; from snapshot import lock; lock(sys.argv[1]); print(flush=True); input()",
+        [sys.executable, "-c", "import sys; from run_files import lock; lock(sys.argv[1]); print(flush=True); input()",
          str(run_dir)],
         cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
@@ -342,13 +342,13 @@ def test_a_best_snapshot_does_not_make_up_for_the_last(tmp_path):
     script = textwrap.dedent(
         """
         import sys
-        import main, snapshot
-        save = snapshot.save_snapshot
+        import main, run_files
+        save = run_files.save_snapshot
         def refuse(state, url, keep_previous=True):
             if keep_previous:
                 raise OSError("no room")
             save(state, url, keep_previous)
-        snapshot.save_snapshot = refuse
+        run_files.save_snapshot = refuse
         main.main()
         """
     )

@@ -16,11 +16,19 @@ ALLOWED = {
     "optimizer": set(),
     "distributed": set(),
     "snapshot": set(),
+    "snapshot_contents": {"char_dataset", "model", "optimizer", "snapshot"},
+    "run_files": {"snapshot", "snapshot_contents"},
     "report": set(),
     "config": {"char_dataset", "model", "optimizer"},
-    "trainer": {"char_dataset", "config", "distributed", "model", "optimizer", "report", "snapshot"},
-    "main": {"char_dataset", "config", "corpus", "distributed", "model", "report", "snapshot", "trainer"},
-    "generate": {"char_dataset", "model", "sampling", "snapshot"},
+    "trainer": {
+        *("char_dataset", "config", "distributed", "model", "optimizer", "report"),
+        *("run_files", "snapshot", "snapshot_contents"),
+    },
+    "main": {
+        *("char_dataset", "config", "corpus", "distributed", "model", "report"),
+        *("run_files", "snapshot", "snapshot_contents", "trainer"),
+    },
+    "generate": {"char_dataset", "model", "sampling", "snapshot", "snapshot_contents"},
 }
 
 

@@ -20,16 +20,15 @@ from test_trainer import make_trainer, world_of_one
 
 from char_dataset import CharVocabulary
 from model import GPT, GPTConfig
+from run_files import check_matches, set_aside
 from snapshot import (
     FORMAT_VERSION,
     DamagedSnapshotError,
     best_url,
-    check_matches,
     load_newest,
     load_snapshot,
     previous_url,
     save_snapshot,
-    set_aside,
 )
 
 
@@ -148,16 +147,25 @@ def test_the_previous_one_stands_in_for_a_missing_or_damaged_one(url, caplog):
     assert is_snapshot_of(1, load_newest(url))
 
 
-def test_set_aside_loses_nothing(url):
+BEST = "gpt_snapshot.best.pt"
+
+
+def test_set_aside_loses_nothing(url, tmp_path):
     """Catches starting over that deletes, or that overwrites what was set aside before."""
-    filesystem, _ = fsspec.url_to_fs(url)
+    filesystem, path = fsspec.url_to_fs(url)
+    run_dir = tmp_path / "run"
     kept: dict[str, bytes] = {}
     for step in (1, 5):
         save_snapshot(small_snapshot(step), url)
         save_snapshot(small_snapshot(step + 1), url)
         save_snapshot(small_snapshot(step + 2), best_url(url), keep_previous=False)
         files = [filesystem.cat_file(fsspec.url_to_fs(u)[1]) for u in (url, previous_url(url), best_url(url))]
-        names = set_aside(url)
+        run_dir.mkdir(exist_ok=True)
+        (run_dir / "main.log").write_text(f"step {step}")
+        folder = Path(set_aside(str(run_dir), url))
+        assert (folder / "main.log").read_text() == f"step {step}"
+        place = path.rsplit("/", 1)[0]
+        names = [f"{place}/{folder.name}/{name}" for name in ("gpt_snapshot.pt", "gpt_snapshot.prev.pt", BEST)]
         assert len(set(names)) == 3
         assert not kept.keys() & set(names)
         kept |= zip(names, files, strict=True)

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import run_files
 import trainer as trainer_module
 from char_dataset import CharDataset, CharVocabulary, WindowSampler
 from config import Config, TrainerConfig, choose_dtype
@@ -731,8 +732,40 @@ def test_the_best_snapshot_has_the_lowest_loss(alone, tmp_path, monkeypatch):
     losses = iter([3.0, 2.0, 2.5, 2.25])
     monkeypatch.setattr(trainer, "evaluate", lambda: next(losses))
     trainer.fit()
-    best = load_snapshot(str(tmp_path / "gpt_snapshot.best.pt"))
-    assert (best["step"], best["best_eval_loss"]) == (10, 2.0)
+    assert load_snapshot(str(tmp_path / "gpt_snapshot.best.pt"))["step"] == 10
+    again = make_trainer(tmp_path, "trainer_config.eval_every_steps=5", ranks=alone)
+    again.resume()
+    assert (again.state.best_step, again.state.best_eval_loss) == (10, 2.0)
+
+
+def test_a_state_is_written_once(alone, tmp_path, monkeypatch):
+    """Catches a step that serialises and writes its state twice, as the latest snapshot and as the best."""
+    written = []
+    monkeypatch.setattr(run_files, "save_snapshot", lambda state, url, **_: written.append((state["step"], url)))
+    monkeypatch.setattr(run_files, "duplicate", lambda url, target: written.append(("a second name", target)))
+    settings = ["trainer_config.eval_every_steps=3", "trainer_config.max_steps=5"]
+    trainer = make_trainer(tmp_path, *settings, ranks=alone)
+    losses = iter([3.0, 2.0])
+    monkeypatch.setattr(trainer, "evaluate", lambda: next(losses))
+    trainer.fit()
+    latest, best = str(tmp_path / "gpt_snapshot.pt"), str(tmp_path / "gpt_snapshot.best.pt")
+    assert written == [(3, best), (5, latest), ("a second name", best)]
+
+
+def test_the_best_loss_of_a_shared_file_is_known_after_a_restart(alone, tmp_path, monkeypatch):
+    """Catches a best loss that was found after its file was written: the next evaluation would count as the best."""
+    losses = {5: 3.0, 10: 2.0, 15: 2.5, 20: 2.25}
+    for last_step in (10, 13, 20):  # stopped where both are due, and between two evaluations
+        trainer = make_trainer(tmp_path, "trainer_config.eval_every_steps=5", ranks=alone)
+        trainer.resume()
+        monkeypatch.setattr(trainer, "evaluate", lambda run=trainer: losses[run.step])
+        trainer.state.total_steps = last_step
+        monkeypatch.setattr(trainer, "_finish", lambda: None)
+        if last_step == 13:
+            losses[13] = 2.75
+        trainer.fit()
+        assert (trainer.state.best_step, trainer.state.best_eval_loss) == (10, 2.0)
+        assert load_snapshot(str(tmp_path / "gpt_snapshot.best.pt"))["step"] == 10
 
 
 def test_a_prolonged_run_remembers_its_best_loss(alone, tmp_path, monkeypatch):

@@ -1,0 +1,106 @@
+"""Armour: whether what a whole snapshot holds can be used, by its own configuration.
+
+A first reader can skip this file. A file can be whole to the last checksum and yet hold nothing that fits together;
+then it counts as damaged like any other. `run_files.py` comes next.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from char_dataset import CharVocabulary
+from model import GPT, GPTConfig
+from optimizer import check_optimizer_state
+from snapshot import DamagedSnapshotError, Snapshot, first_line
+
+
+def check_model(snapshot: Snapshot, url: str) -> None:
+    """Raise DamagedSnapshotError unless a snapshot holds a model: configuration, vocabulary and weights that agree.
+
+    Nothing is allocated for it: what is expected is built without memory, where an absurd size is only a number.
+    """
+    try:
+        _check_types(snapshot, {"model_config": dict, "vocabulary": str, "model": dict})
+        weights, config = snapshot["model"], snapshot["model_config"]
+        _check_types(config, dict.fromkeys(("vocab_size", "block_size", "n_layer", "n_head", "n_embd"), int))
+        check_plain(config)
+        if config["n_layer"] > len(weights):
+            raise ValueError(f"{config['n_layer']} layers in {len(weights)} weights")
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**config))
+        expected = model.state_dict()
+        if weights.keys() != expected.keys():
+            raise ValueError(f"weights missing or not known: {sorted(map(str, weights.keys() ^ expected.keys()))[:3]}")
+        for name, weight in weights.items():
+            check_tensor(weight, expected[name].shape, name)
+        vocabulary = snapshot["vocabulary"]
+        if len(CharVocabulary(vocabulary)) != config["vocab_size"] or len({*vocabulary}) != len(vocabulary):
+            raise ValueError(f"{len({*vocabulary})} different characters for {config['vocab_size']} codes")
+        # Views of one small piece of memory would each become a large tensor of the model.
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in weights.values()}
+        if sum(p.numel() * p.element_size() for p in model.parameters()) > sum(held.values()):
+            raise ValueError("weights that share their memory")
+    except Exception as error:  # odd contents raise almost anything
+        raise DamagedSnapshotError(f"{url} holds no usable model ({first_line(error)})") from error
+
+
+def all_finite(state: Any) -> bool:
+    """Whether there is neither infinity nor NaN in the tensors of nested dictionaries."""
+    if isinstance(state, Tensor):
+        return bool(state.isfinite().all())
+    return all(all_finite(part) for part in state.values()) if isinstance(state, dict) else True
+
+
+def check_tensor(value: Any, shape: torch.Size, name: str) -> None:
+    """Raise ValueError unless a value is a float32 tensor of a shape, with data, and finite."""
+    if not isinstance(value, Tensor) or value.device.type != "cpu" or value.layout != torch.strided:
+        raise ValueError(f"{name} has no data")
+    if value.shape != shape or value.dtype != torch.float32 or not value.is_contiguous():
+        raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}, not float32 {tuple(shape)}")
+    if not value.isfinite().all():
+        raise ValueError(f"{name} has values that are not finite")
+
+
+def check_contents(snapshot: Snapshot, url: str) -> None:
+    """Raise DamagedSnapshotError unless a snapshot holds all that a run needs to go on, each of its type."""
+    check_model(snapshot, url)
+    try:
+        types: dict[str, type] = {"step": int, "optimizer": dict, "scaler": dict, "config": dict}
+        _check_types(snapshot, types | {"best_eval_loss": float, "optimizer_name": str, "corpus": str})
+        for group in snapshot["config"].values():
+            check_plain(group)
+        scale = {"scale": float, "growth_factor": float, "backoff_factor": float}
+        if snapshot["scaler"]:  # empty where the run wasn't in float16
+            _check_types(snapshot["scaler"], scale | {"growth_interval": int, "_growth_tracker": int})
+        _check_types(snapshot.get("run", {}), dict.fromkeys(snapshot.get("run", {}), str))
+        _check_types({"best_step": 0, **snapshot}, {"best_step": int})
+        if snapshot["step"] < 0 or math.isnan(snapshot["best_eval_loss"]):
+            raise ValueError(f"step {snapshot['step']}, best loss {snapshot['best_eval_loss']}")
+    except Exception as error:  # odd contents raise almost anything
+        raise DamagedSnapshotError(f"{url} can't be continued ({first_line(error)})") from error
+
+
+def check_optimizer(snapshot: Snapshot, url: str, optimizer: Optimizer) -> None:
+    """Raise DamagedSnapshotError unless the optimizer's state in a snapshot fits this optimizer."""
+    try:
+        check_optimizer_state(optimizer, snapshot["optimizer"])
+    except Exception as error:  # odd contents raise almost anything
+        raise DamagedSnapshotError(f"{url} can't be continued ({first_line(error)})") from error
+
+
+def check_plain(values: Any) -> None:
+    """Raise ValueError unless a value is a dictionary of numbers, strings, None, and lists of them."""
+    plain = (str, int, float, type(None))
+    for name, value in values.items():
+        if not isinstance(value, plain) and not (isinstance(value, list) and all(isinstance(v, plain) for v in value)):
+            raise ValueError(f"{name} is a {type(value).__name__}")
+
+
+def _check_types(values: Snapshot, types: dict[str, type]) -> None:
+    for name, expected in types.items():
+        value = values.get(name)
+        if type(value) is bool or not isinstance(value, expected):
+            raise ValueError(f"{name} is {'missing' if name not in values else f'a {type(value).__name__}'}")

@@ -1,0 +1,501 @@
+"""The files of one run: started over, moved aside, shared by mistake, or of odd content."""
+
+import copy
+import itertools
+import os
+import random
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_program, train
+from test_snapshot import s3_bucket, url  # noqa: F401 (fixtures)
+from test_trainer import make_trainer, world_of_one
+
+import generate
+import snapshot as snapshot_module
+from run_files import RunError, load_own, set_aside
+from snapshot import FORMAT_VERSION, best_url, digest, load_snapshot, previous_url, save_snapshot
+
+
+@pytest.fixture(scope="module")
+def old_run(tmp_path_factory) -> Path:
+    """The run directory of a finished tiny run, by a real start of the program."""
+    run_dir = tmp_path_factory.mktemp("old") / "run"
+    done = train(run_dir)
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+@pytest.fixture
+def copied_run(old_run, tmp_path) -> Path:
+    return Path(shutil.copytree(old_run, tmp_path / "run"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files under a folder, by their paths in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ------------------------------------------------------------------------------------ starting over
+
+
+def test_a_launch_told_to_start_over_never_goes_on_from_an_older_run(copied_run):
+    """Catches a restart that takes the old run's snapshot for its own, finds it finished, and exits with 0.
+
+    Rank 1 dies before the old files are moved aside; torchrun starts both ranks again.
+    """
+    old = contents(copied_run)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+    run = run_program(
+        *(sys.executable, *launcher, PROJECT / "tests" / "sabotage.py", "die early", 0, 1),
+        *(f"hydra.run.dir={copied_run}", *TINY_RUN, "trainer_config.resume=false"),
+    )
+    assert run.returncode == 0, run.stderr
+    assert "step 1/20" in (copied_run / "main.log").read_text(encoding="utf-8")
+    assert "already finished" not in run.stderr
+    aside = contents(copied_run / "old-1")
+    assert old.items() <= aside.items()
+    assert not (copied_run / "old-2").exists()
+
+
+def test_a_run_moves_aside_as_a_whole_and_back_as_one_thing(copied_run, tmp_path):
+    """Catches two runs in one curve and one log, and an old run that has to be put together again by hand."""
+    before, losses = contents(copied_run), read_losses(copied_run)
+    (copied_run / "notes.txt").write_text("mine")
+    over = train(copied_run, "trainer_config.resume=false", "trainer_config.max_steps=6")
+    assert over.returncode == 0, over.stderr
+    assert f"hydra.run.dir={copied_run / 'old-1'}" in over.stderr
+    assert contents(copied_run / "old-1") == before
+    assert (copied_run / "notes.txt").read_text() == "mine"
+    assert sorted(read_losses(copied_run)) == [1, 2, 3, 4, 5, 6]
+    assert "/20" not in (copied_run / "main.log").read_text(encoding="utf-8")
+    os.rename(copied_run / "old-1", tmp_path / "again")
+    again = train(tmp_path / "again")
+    assert again.returncode == 0
+    assert "already finished" in again.stderr
+    assert read_losses(tmp_path / "again") == losses
+
+
+@pytest.mark.parametrize("moved", range(7))
+def test_a_move_that_was_interrupted_is_finished(copied_run, tmp_path, monkeypatch, moved):
+    """Catches a kill in the middle of starting over that leaves the old run in two places, or half of it in use."""
+    before, replace, done = contents(copied_run), os.replace, itertools.count()
+
+    def dying(source, target):
+        if next(done) == moved:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", dying)
+    snapshot = str(copied_run / "gpt_snapshot.pt")
+    if moved < len(before):
+        with pytest.raises(KeyboardInterrupt):
+            set_aside(str(copied_run), snapshot)
+    monkeypatch.setattr(os, "replace", replace)
+    with world_of_one() as ranks:
+        trainer = make_trainer(copied_run, ranks=ranks)
+        trainer.resume()  # resume=true: the order to start over holds until it is carried out
+    assert trainer.step == (0 if moved < len(before) else 20)
+    if moved < len(before):
+        assert contents(copied_run / "old-1") == before
+        assert sorted(path.name for path in copied_run.iterdir()) == ["old-1"]
+
+
+def test_a_launch_knows_its_own_snapshots(tmp_path):
+    """Catches a restart that throws away what its own launch has done, or keeps what another one has done."""
+    path = str(tmp_path / "gpt_snapshot.pt")
+
+    def found(resume: bool, launch: str | None) -> bool:
+        return load_own(path, resume, launch, lambda *_: None) is not None
+
+    save_snapshot({"step": 1, "run": {"launch": "a"}}, path)
+    assert [found(True, None), found(True, "b"), found(False, "a")] == [True] * 3
+    assert [found(False, None), found(False, "b")] == [False] * 2
+    save_snapshot({"step": 1}, path)  # of the first version: by another launch, whichever
+    assert not found(False, "a")
+    Path(path).write_bytes(b"damaged")
+    Path(previous_url(path)).write_bytes(b"damaged")
+    assert not found(False, "a")  # to start over, nothing of what is there is needed
+    with pytest.raises(ValueError, match="no usable snapshot is left"):
+        found(True, None)
+
+
+# ------------------------------------------------------------------------------------ two runs, one place
+
+
+def test_two_runs_never_overwrite_each_other(url, tmp_path):  # noqa: F811
+    """Catches two runs at one snapshot_path, in whatever store, that take turns in destroying each other's work."""
+    settings = [f"trainer_config.snapshot_path={url}"]
+    with world_of_one() as ranks:
+        first, second = (make_trainer(tmp_path / name, *settings, ranks=ranks) for name in ("first", "second"))
+        for trainer in (first, second):
+            trainer.resume()
+        first.state.step = 5
+        first._save()
+        first._save(is_best=True)
+        for is_best in (False, True):
+            with pytest.raises(RunError) as error:
+                second._save(is_best)
+            assert str(tmp_path / "first") in str(error.value)
+            assert str(tmp_path / "second") in str(error.value)
+        first.state.step = 10
+        first._save()  # the first is undisturbed
+    assert (load_snapshot(url)["step"], load_snapshot(previous_url(url))["step"]) == (10, 5)
+    assert load_snapshot(best_url(url))["run"]["directory"] == str(tmp_path / "first")
+
+
+def test_the_run_that_comes_second_ends_with_one_line(tmp_path):
+    """Catches a run that trains on for hours beside another one that has taken its place, or ends in a traceback."""
+    path = tmp_path / "shared.pt"
+    script = f"""
+import sys
+import main, trainer
+from snapshot import load_snapshot, save_snapshot
+step = trainer.Trainer._train_step
+def with_a_rival(self, batches):
+    if self.step == 7:  # another run saves
+        state = load_snapshot({str(path)!r})
+        state["run"]["directory"], state["run"]["launch"] = "/the/other/run", "another"
+        save_snapshot(state, {str(path)!r})
+    return step(self, batches)
+trainer.Trainer._train_step = with_a_rival
+main.main()
+"""
+    run = run_program(
+        *(sys.executable, "-c", script, f"hydra.run.dir={tmp_path / 'run'}", *TINY_RUN),
+        f"trainer_config.snapshot_path={path}",
+    )
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1].startswith(f"error: {path} now holds step 5 of another run (/the/other/run)")
+    assert load_snapshot(str(path))["run"]["directory"] == "/the/other/run"
+
+
+def test_a_save_that_arrives_late_is_no_other_run(tmp_path):
+    """Catches a run that ends because its own save, which had seemed to fail, was written after all."""
+    with world_of_one() as ranks:
+        trainer = make_trainer(tmp_path, ranks=ranks)
+        trainer.resume()
+        trainer._save()
+        assert trainer.snapshots is not None
+        trainer.snapshots._stamps.clear()
+        trainer.state.step = 5
+        trainer._save()
+    assert load_snapshot(str(tmp_path / "gpt_snapshot.pt"))["step"] == 5
+
+
+def test_a_sweep_with_one_snapshot_path_is_refused(tmp_path):
+    """Catches the runs of a sweep that go on from each other's snapshots; each may have a path of its own."""
+    sweep = [sys.executable, PROJECT / "main.py", "-m", f"hydra.sweep.dir={tmp_path / 'sweep'}", *TINY_RUN]
+    refused = run_program(*sweep, "trainer_config.seed=1,2", f"trainer_config.snapshot_path={tmp_path / 'x.pt'}")
+    assert refused.returncode == 1
+    assert "all runs of a sweep would save there" in refused.stderr
+    assert not (tmp_path / "x.pt").exists()
+    short = ["trainer_config.max_steps=1", "trainer_config.seed=1,2", "hydra.sweep.subdir=${hydra.job.num}"]
+    path = f"trainer_config.snapshot_path={tmp_path}/${{trainer_config.seed}}.pt"
+    allowed = run_program(*sweep, *short, path)
+    assert allowed.returncode == 0, allowed.stderr
+    assert (tmp_path / "1.pt").exists()
+    assert (tmp_path / "2.pt").exists()
+
+
+@pytest.mark.parametrize("resume", ["true", "false"])
+def test_a_directory_is_no_snapshot_path(copied_run, resume):
+    """Catches a directory, perhaps the run's own, that is renamed as if it were an old snapshot."""
+    before = contents(copied_run)
+    run = train(copied_run, f"trainer_config.snapshot_path={copied_run}", f"trainer_config.resume={resume}")
+    assert run.returncode == 1
+    assert run.stderr.startswith(f"error: trainer_config.snapshot_path={copied_run} is a directory; name a file in it")
+    assert len(run.stderr.splitlines()) == 1
+    assert contents(copied_run) == before
+
+
+# ------------------------------------------------------------------------------------ fine-tuning
+
+
+def test_init_from_beside_a_snapshot(copied_run, tmp_path):
+    """Catches a base model that is ignored without a word because the run directory has a snapshot already."""
+    base, other = str(copied_run / "gpt_snapshot.pt"), str(tmp_path / "other.pt")
+    shutil.copy(base, other)
+    settings = ["trainer_config.max_steps=6", "trainer_config.eval_every_steps=100"]
+    tuned = tmp_path / "tuned"
+    assert train(tuned, *settings, f"trainer_config.init_from={base}").returncode == 0
+
+    again = train(tuned, "trainer_config.max_steps=7", f"trainer_config.init_from={base}")
+    assert again.returncode == 0, again.stderr
+    assert f"this run began with {base} and goes on from its own snapshot" in again.stderr
+
+    without = train(tuned, "trainer_config.max_steps=8")
+    assert without.returncode == 0, without.stderr
+    for run_dir, began in ((tuned, base), (copied_run, "a new model")):  # the run without it has not forgotten
+        run = train(run_dir, "trainer_config.max_steps=30", f"trainer_config.init_from={other}")
+        assert run.returncode == 1
+        assert f"began with {began}" in run.stderr
+        assert "trainer_config.resume=false" in run.stderr
+        assert len(run.stderr.splitlines()) == 1
+    over = train(tuned, *settings, f"trainer_config.init_from={other}", "trainer_config.resume=false")
+    assert over.returncode == 0, over.stderr
+    assert load_snapshot(str(tuned / "gpt_snapshot.pt"))["config"]["trainer_config"]["init_from"] == other
+
+
+# ------------------------------------------------------------------------------------ odd contents
+
+Path_ = tuple[Any, ...]
+
+
+def paths(value: Any, path: Path_ = (), depth: int = 4) -> Iterator[tuple[Path_, Any]]:
+    """All parts of a snapshot down to a depth, with the keys that lead to them."""
+    if path:
+        yield path, value
+    if depth and isinstance(value, dict):
+        for key, inner in value.items():
+            yield from paths(inner, (*path, key), depth - 1)
+
+
+def altered(snapshot: dict[str, Any], path: Path_, change: Callable[[dict[Any, Any], Any], None]) -> dict[str, Any]:
+    """A copy of a snapshot in which one part is changed; other parts are shared."""
+    new = copy.copy(snapshot)
+    inner: dict[Any, Any] = new
+    for key in path[:-1]:
+        inner[key] = copy.copy(inner[key])
+        inner = inner[key]
+    change(inner, path[-1])
+    return new
+
+
+def removed(parts: dict[Any, Any], key: Any) -> None:
+    del parts[key]
+
+
+def replaced(value: Any) -> Callable[[dict[Any, Any], Any], None]:
+    def change(parts: dict[Any, Any], key: Any) -> None:
+        parts[key] = value
+
+    return change
+
+
+def oddities(value: Any) -> list[Any]:
+    """What may stand in the place of a value: other types, other sizes, no data, no numbers."""
+    if isinstance(value, torch.Tensor):
+        one = torch.zeros(1)
+        return [
+            *(torch.cat([value.reshape(-1), one]), value.double(), value.bfloat16(), value.to("meta"), None, "weights"),
+            *(torch.full_like(value, float("nan")), torch.full_like(value, float("inf")), value.to_sparse(), []),
+            *(one.expand(*(value.shape or (2,))), one.expand(10**12), value.tolist()),
+        ]
+    odd = [None, "text", 3, -1, 10**15, 2.5, float("nan"), [], {}, [1, 2], True, torch.ones(2), {"a": {"b": 1}}]
+    return [other for other in odd if repr(other) != repr(value)]
+
+
+@pytest.fixture(scope="module")
+def odd_snapshots(old_run, tmp_path_factory) -> list[tuple[str, dict[str, Any]]]:
+    """Snapshots with one alteration each, as (what was done, snapshot without a digest)."""
+    mine = load_snapshot(str(old_run / "gpt_snapshot.pt"))
+    folder = tmp_path_factory.mktemp("others")
+    text = SAMPLE_TEXT.read_text(encoding="utf-8")
+    (folder / "other.txt").write_text(text.swapcase())
+    others = {}
+    for name, setting in (("seed", "trainer_config.seed=2"), ("text", f"data_config.path={folder / 'other.txt'}")):
+        assert train(folder / name, setting, "trainer_config.max_steps=5").returncode == 0
+        others[name] = load_snapshot(str(folder / name / "gpt_snapshot.pt"))
+    cases = []
+    for number, (path, value) in enumerate(paths(mine)):
+        if path == ("format_version",):
+            continue
+        cases.append((f"{path} removed", altered(mine, path, removed)))
+        for index, odd in enumerate(oddities(value)):
+            if (number + index) % 7 == 0 or len(path) == 1:  # a share of the many combinations
+                cases.append((f"{path} made number {index}", altered(mine, path, replaced(odd))))
+        for name, other in others.items():
+            inner = other
+            for key in path[:-1]:
+                inner = inner[key]
+            if len(path) == 1 and not is_same(inner[path[-1]], value):
+                cases.append((f"{path} of the run with another {name}", altered(mine, path, replaced(inner[path[-1]]))))
+    print(len(cases), "alterations")
+    return random.Random(7).sample(cases, 240)  # all of them would take minutes
+
+
+def is_same(a: Any, b: Any) -> bool:
+    return digest(a) == digest(b)
+
+
+def test_no_altered_snapshot_is_used(old_run, odd_snapshots, tmp_path, monkeypatch, capsys):
+    """Catches parts of other types, other sizes or another run that are used, or that end in a traceback.
+
+    Each file is whole for torch.load and for its checksums. The run goes on from the snapshot before it.
+    """
+    genuine = torch.load(old_run / "gpt_snapshot.pt")
+    save = tmp_path / "run" / "gpt_snapshot.pt"
+    with world_of_one() as ranks:
+        trainer = make_trainer(tmp_path / "run", ranks=ranks)
+        for what, odd in odd_snapshots:
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+            save.parent.mkdir()
+            shutil.copy(old_run / "gpt_snapshot.prev.pt", save.parent)
+            torch.save({"digest": genuine["digest"], **odd}, save)
+
+            monkeypatch.setattr(sys, "argv", ["generate.py", "A", "--max-new-tokens=1", f"--snapshot={save}"])
+            with pytest.raises(SystemExit) as ending:
+                generate.main()
+            assert str(ending.value.code).startswith(f"error: {save} "), what
+            assert "\n" not in str(ending.value.code), what
+            assert capsys.readouterr().out == "", what
+
+            trainer.resume()
+            assert trainer.step == 15, what
+            assert (save.parent / "gpt_snapshot.pt.damaged").exists(), what
+
+
+def test_odd_contents_without_a_digest_are_no_traceback(old_run, odd_snapshots, tmp_path, monkeypatch, capsys):
+    """Catches snapshots of the first version, or made by others, whose parts contradict each other.
+
+    Nothing tells here that a weight is not the one that was saved; but what can't be used must be damage, in one line.
+    """
+    save, uses = tmp_path / "gpt_snapshot.pt", 0
+    with world_of_one() as ranks:
+        trainer = make_trainer(tmp_path, ranks=ranks)
+        for what, odd in odd_snapshots[::2]:
+            save.unlink(missing_ok=True)
+            torch.save(odd, save)
+            shutil.copy(old_run / "gpt_snapshot.prev.pt", tmp_path)
+            monkeypatch.setattr(sys, "argv", ["generate.py", "A", "--max-new-tokens=1", f"--snapshot={save}"])
+            complaint = ending(generate.main)
+            uses += not complaint
+            assert len(complaint.splitlines()) <= 1, what
+            is_model = any(part in what for part in ("('model',", "('vocabulary',", "('model_config',"))
+            has_default = any(key in what for key in ("pdrop", "bias", "model_type"))
+            assert complaint or not is_model or has_default or "another" in what, what
+            complaint = ending(trainer.resume)
+            assert not complaint or "is of another run" in complaint, what
+    assert 0 < uses < len(odd_snapshots) // 2  # what only a run needs, generating leaves alone
+
+
+def ending(program: Callable[[], Any]) -> str:
+    """What a program complains about at its end; empty if it doesn't."""
+    try:
+        program()
+    except (SystemExit, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_an_archive_that_unpacks_to_much_more_is_not_unpacked(old_run, tmp_path):
+    """Catches a file of three megabytes that fills three gigabytes of memory before anything is looked at."""
+    import zipfile
+
+    path = tmp_path / "gpt_snapshot.pt"
+    shutil.copy(old_run / "gpt_snapshot.pt", path)
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive, archive.open("archive/data/999", "w") as member:
+        for _ in range(50):
+            member.write(bytes(1_000_000))
+    began = peak_kilobytes()
+    with pytest.raises(snapshot_module.DamagedSnapshotError, match="unpacks to more bytes than it has"):
+        load_snapshot(str(path))
+    assert peak_kilobytes() - began < 20_000
+
+
+def peak_kilobytes() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.mark.parametrize("key", ["n_layer", "n_embd", "vocab_size", "block_size", "n_head"])
+def test_nothing_is_allocated_for_absurd_sizes(old_run, tmp_path, key):
+    """Catches a number in a file that takes all memory, or a loop over 10^15 layers."""
+    snapshot = load_snapshot(str(old_run / "gpt_snapshot.pt"))
+    snapshot["model_config"][key] = 10**15
+    save_snapshot(snapshot, str(tmp_path / "odd.pt"))
+    began = peak_kilobytes()
+    with pytest.raises(ValueError, match=r"odd\.pt holds no usable model"):
+        generate.load_model(str(tmp_path / "odd.pt"), torch.device("cpu"))
+    assert peak_kilobytes() - began < 100_000
+
+
+def test_parts_that_hold_each_other_end(tmp_path, old_run):
+    """Catches forty lists, each with the next one twice in it: a walk through them takes a day."""
+    snapshot = load_snapshot(str(old_run / "gpt_snapshot.pt"))
+    tower: list[Any] = []
+    for _ in range(40):
+        tower = [tower, tower]
+    torch.save({**snapshot, "format_version": FORMAT_VERSION, "digest": "x", "more": tower}, tmp_path / "odd.pt")
+    with pytest.raises(snapshot_module.DamagedSnapshotError, match="was altered"):
+        load_snapshot(str(tmp_path / "odd.pt"))
+
+
+# ------------------------------------------------------------------------------------ what must not be saved
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path):
+    """Catches a run that replaces its good snapshots by infinities and exits with 0."""
+    run_dir = tmp_path / "run"
+    assert train(run_dir, "trainer_config.max_steps=10").returncode == 0
+    before = {name: load_snapshot(str(run_dir / name))["step"] for name in SNAPSHOTS}
+    broken = ["optimizer_config.muon_learning_rate=1e38", "optimizer_config.learning_rate=1e38"]
+    run = train(run_dir, *broken, "trainer_config.max_steps=11", "trainer_config.grad_norm_clip=null")
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+    assert "step 11 has left weights or optimizer state that are not finite" in run.stderr.splitlines()[-1]
+    assert "the last snapshot is of step 10: the next start goes on from there" in run.stderr.splitlines()[-1]
+    assert {name: load_snapshot(str(run_dir / name))["step"] for name in SNAPSHOTS} == before
+    fresh = train(tmp_path / "fresh", *broken, "trainer_config.save_every_steps=1")
+    assert fresh.returncode == 1
+    assert "there is no snapshot yet" in fresh.stderr.splitlines()[-1]
+    assert not list((tmp_path / "fresh").glob("*.pt"))
+
+
+SNAPSHOTS = ("gpt_snapshot.pt", "gpt_snapshot.prev.pt", "gpt_snapshot.best.pt")
+
+
+@pytest.mark.parametrize("due", ["eval", "save"])
+def test_nothing_is_evaluated_or_saved_with_broken_weights(tmp_path, monkeypatch, due):
+    """Catches a NaN that comes between two looks at the loss, and is then sampled from, or taken for the best."""
+    with world_of_one() as ranks:
+        trainer = make_trainer(tmp_path, ranks=ranks)
+        trainer.resume()
+        with torch.no_grad():
+            trainer.raw_model.wte.weight[3, 3] = float("nan")
+        monkeypatch.setattr(trainer, "evaluate", lambda: pytest.fail("evaluated"))
+        with pytest.raises(RunError, match="step 0 has left weights"):
+            trainer._evaluate_and_keep_best() if due == "eval" else trainer._save()
+    assert not list(tmp_path.glob("*.pt"))
+
+
+# ------------------------------------------------------------------------------------ stores that don't answer
+
+
+def test_a_store_that_never_answers_costs_a_save_and_not_the_run(tmp_path, monkeypatch):
+    """Catches a save that holds all ranks for the 25 attempts of the store's client, and an error that says nothing."""
+    import s3fs
+
+    server = socket.create_server(("127.0.0.1", 0))  # accepts by its queue, and never reads
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.getsockname()[1]}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setattr(snapshot_module, "SECONDS_TO_ANSWER", 1.0)
+    began = time.monotonic()
+    try:
+        with world_of_one() as ranks:
+            trainer = make_trainer(tmp_path, "trainer_config.snapshot_path=s3://bucket/gpt_snapshot.pt", ranks=ranks)
+            trainer._save()
+            assert trainer.snapshots is not None
+            assert "TimeoutError: no answer from the store within 1 s" in str(trainer.snapshots.errors)
+            with pytest.raises(ValueError, match="no answer from the store"):
+                trainer.resume()
+    finally:
+        server.close()
+        s3fs.S3FileSystem.clear_instance_cache()
+    assert time.monotonic() - began < 60  # its client alone would take more than six minutes
