@@ -108,7 +108,7 @@ class Trainer:
             self.model = DistributedDataParallel(self.raw_model, gradient_as_bucket_view=True)
         # float16 has too small a range for Muon's products.
         muon_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
-        self.optimizer = create_optimizer(self.raw_model, optimizer_config, muon_dtype)
+        self.optimizer = create_optimizer(self.raw_model, optimizer_config, muon_dtype, ranks.rank, ranks.world_size)
         # float16 alone needs its losses scaled up to keep small gradients; disabled, the scaler passes all through.
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
 
