@@ -73,6 +73,9 @@ def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator
 def choose_device(local_rank: int, wish: str = "auto") -> torch.device:
     """This rank's own accelerator (CUDA, XPU, MPS, ...); the CPU where there is none, or where the wish is "cpu".
 
+    The ranks of torchrun see all devices of their node, and each takes the one of its number. Other launchers can show
+    each task its own device alone (srun --gpus-per-task=1): then that is it, whatever the task's number.
+
     Raises:
         ValueError: the node has accelerators, but fewer than ranks.
     """
@@ -80,6 +83,8 @@ def choose_device(local_rank: int, wish: str = "auto") -> torch.device:
     if accelerator is None or wish == "cpu":
         return torch.device("cpu")
     count = torch.accelerator.device_count()
+    if count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        local_rank = 0
     if local_rank >= count:
         raise ValueError(
             f"local rank {local_rank} has no device of its own: this node has {count} of type {accelerator.type}; "

@@ -219,11 +219,12 @@ class Trainer:
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches from the present step on, epoch after epoch: (x, y), each int64 (B, T)."""
         device = self.ranks.device
+        non_blocking = device.type == "cuda"  # from pinned memory; elsewhere a copy could be read before it is there
         while True:
             epoch, first_step = divmod(self.step, self.sampler.steps_per_epoch)
             self.sampler.set_epoch(epoch, first_step)
             for x, y in self.reporter.watch.waiting_for(self.loader):
-                yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                yield x.to(device, non_blocking=non_blocking), y.to(device, non_blocking=non_blocking)
 
     def _gradients_stay_local(self, is_last: bool) -> AbstractContextManager[None]:
         """Around forward and backward: no all-reduce of the gradients, except at the last micro-batch of a step."""
@@ -356,9 +357,9 @@ class Trainer:
             RunError: on some rank the loss or the gradient is not finite, or the launcher is gone.
         """
         # On an accelerator, reading a number makes the program wait: there only steps that wait anyway are looked at,
-        # and those that are saved. On a CPU the number is at hand.
-        asked = self.stop_request.signal  # read once: it may come at any moment
-        due = asked or self._is_due(self.config.log_every_steps, 1) or self._is_due(self.config.save_every_steps, 1)
+        # and those that are saved or evaluated. On a CPU the number is at hand.
+        asked, c = self.stop_request.signal, self.config  # the signal is read once: it may come at any moment
+        due = asked or any(self._is_due(n, 1) for n in (c.log_every_steps, c.save_every_steps, c.eval_every_steps))
         is_broken = False
         if due or self.ranks.device.type == "cpu":
             # In float16 an infinite gradient is normal now and then: the scaler leaves that step out.

@@ -148,6 +148,7 @@ def test_a_world_of_one_without_a_launcher(no_launcher):
 def test_devices(monkeypatch):
     """Catches a CPU machine that is refused, ranks that share a device, and a device of the wrong index."""
     chosen = []
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     assert choose_device(3) == torch.device("cpu")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
@@ -157,3 +158,17 @@ def test_devices(monkeypatch):
     assert chosen == [1]
     with pytest.raises(ValueError, match=r"local rank 2 .* 2 of type xpu"):
         choose_device(2)
+
+
+def test_a_task_that_sees_one_device_takes_it(monkeypatch):
+    """Catches a task of srun --gpus-per-task=1 that is refused, and ranks of torchrun that share the only device."""
+    chosen = []
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    assert choose_device(3) == torch.device("xpu", 0)
+    assert chosen == [0]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ValueError, match=r"local rank 3 .* 1 of type xpu"):
+        choose_device(3)

@@ -4,6 +4,7 @@ Started by torchrun as a program, this file is one rank of the runs that the tes
 """
 
 import copy
+import dataclasses
 import logging
 import math
 import shutil
@@ -31,7 +32,7 @@ from distributed import Ranks, process_group
 from main import build_trainer
 from optimizer import learning_rate_factor
 from snapshot import load_snapshot, save_snapshot
-from trainer import Trainer, step_seed
+from trainer import RunError, Trainer, step_seed
 
 # What the tests below vary; a step is always the same 12 windows.
 MICRO_BATCHES = {1: (12, 6, 4, 3), 2: (6, 3, 2), 3: (4, 2, 1)}  # ranks: sequences in a forward pass
@@ -458,6 +459,32 @@ def test_reads_nothing_from_the_device_in_steps_that_do_not_log(alone, tmp_path,
         make_trainer(tmp_path / str(steps), *settings, f"trainer_config.max_steps={steps}", ranks=alone).fit()
         counts.append(len(reads))
     assert counts[0] == counts[1] > 0  # those of the last step, which logs and evaluates
+
+
+@pytest.mark.parametrize("due", ["log", "save", "eval"])
+def test_accelerators_look_one_step_ahead_of_what_is_due(alone, tmp_path, due):
+    """Catches an evaluation, a report or a snapshot of weights that a loss which is not a number has changed."""
+    settings = [f"trainer_config.{name}_every_steps={5 if name == due else 1000}" for name in ("log", "save", "eval")]
+    trainer = make_trainer(tmp_path, *settings, ranks=alone)
+    trainer.ranks = dataclasses.replace(alone, device=torch.device("cuda"))  # nothing is computed there
+    finite, nan = torch.tensor(1.0), torch.tensor(math.nan)
+    trainer.state.step = 3
+    trainer._agree_to_step(nan, finite)  # nobody looks: that would make the program wait for the device
+    trainer.state.step = 4
+    trainer._agree_to_step(finite, finite)
+    with pytest.raises(RunError, match="step 5: the loss or its gradient is not finite"):
+        trainer._agree_to_step(nan, finite)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", True), ("mps", False), ("xpu", False), ("cpu", False)])
+def test_batches_are_copied_without_waiting_to_cuda_alone(alone, tmp_path, monkeypatch, device, expected):
+    """Catches copies from memory that isn't pinned which are read before they are done: wrong batches on a Mac."""
+    trainer = make_trainer(tmp_path, ranks=alone)
+    trainer.ranks = dataclasses.replace(alone, device=torch.device(device))
+    seen = []
+    monkeypatch.setattr(Tensor, "to", lambda self, device, non_blocking: seen.append((device.type, non_blocking)))
+    next(trainer._batches())
+    assert seen == [(device, expected)] * 2
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
