@@ -48,7 +48,6 @@ class State:
     eval_loss: float = math.nan  # of the last evaluation, nats a character
     best_eval_loss: float = math.inf  # the lowest so far, nats a character
     best_step: int = 0  # the optimizer step it was found at
-    text: str = ""  # sampled at the last evaluation
     stop_signal: int = 0  # the signal on which all ranks agreed to stop; 0: go on
 
 
@@ -174,7 +173,7 @@ class Trainer:
         self._agree_to_step(mean_loss, grad_norm)  # raises where something is wrong, before the weights change
         self.scaler.step(self.optimizer)  # leaves the step out where a float16 gradient overflowed
         self.scaler.update()  # and lowers the scale then
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self.ranks.world_size == 1)  # several: they are views of what DDP sends
         return mean_loss, grad_norm
 
     def evaluate(self) -> float:
@@ -246,11 +245,11 @@ class Trainer:
         self.reporter.watch.restart(self.step)
 
     def _evaluate_and_keep_best(self) -> None:
-        with self.reporter.watch.paused():
+        with self.reporter.watch.paused(), run_eagerly(self.config.compile):
             state = self.state
             state.eval_loss = self.evaluate()
-            state.text = self.sample() if self.ranks.is_main and self.config.sample_tokens else ""
-            self.reporter.evaluation(self.step, state.eval_loss, state.text)
+            # A token costs a pass through the model while the other ranks wait: a line is enough here.
+            self.reporter.evaluation(self.step, state.eval_loss, sample(self, min(self.config.sample_tokens, 64)))
             if state.eval_loss < state.best_eval_loss:
                 state.best_eval_loss, state.best_step = state.eval_loss, self.step
                 self._save(is_best=True)
@@ -265,14 +264,6 @@ class Trainer:
                 self._save()
             self.state.total_steps = self.step
 
-    @torch.no_grad()
-    def sample(self) -> str:
-        """Text of the present model that starts after a newline (or, where the text has no lines, anywhere)."""
-        idx = self.vocabulary.encode(self.vocabulary.start)[None].to(self.ranks.device)  # (1, 1)
-        random = torch.Generator(self.ranks.device).manual_seed(self.config.seed)
-        out = self.raw_model.generate(idx, self.config.sample_tokens, 0.8, do_sample=True, generator=random)  # (1, T)
-        return self.vocabulary.decode(out[0, 1:])
-
     def _finish(self) -> None:
         state = self.state
         if state.stop_signal:
@@ -281,8 +272,8 @@ class Trainer:
             log.info("stopped by %s after step %d of %d; start again to go on", name, self.step, state.total_steps)
         else:
             tokens = self.config.batch_size * self.block_size  # in a step
-            best = best_url(self.snapshot_path)
-            self.reporter.finished(self.step, state.eval_loss, state.best_eval_loss, state.text, tokens, best)
+            best, text = best_url(self.snapshot_path), sample(self, self.config.sample_tokens)
+            self.reporter.finished(self.step, state.eval_loss, state.best_eval_loss, text, tokens, best)
         if self.snapshots is not None and self.snapshots.errors:
             raise RunError(f"the last snapshot could not be saved: {'; '.join(self.snapshots.errors.values())}")
 
@@ -377,6 +368,28 @@ class Trainer:
 
 class RunError(Exception):
     """The run can't go on, and it is no bug: the message says, in one line, what happened and what to do."""
+
+
+@torch.no_grad()
+def sample(trainer: Trainer, length: int) -> str:
+    """Text of the present model that starts after a newline (or, where the text has no lines, anywhere).
+
+    Rank 0 alone writes it; on the others it is empty.
+    """
+    if not trainer.ranks.is_main or length == 0:
+        return ""
+    device, vocabulary = trainer.ranks.device, trainer.vocabulary
+    idx = vocabulary.encode(vocabulary.start)[None].to(device)  # (1, 1)
+    random = torch.Generator(device).manual_seed(trainer.config.seed)
+    out = trainer.raw_model.generate(idx, length, 0.8, do_sample=True, generator=random)  # (1, T)
+    return vocabulary.decode(out[0, 1:])
+
+
+def run_eagerly(is_compiled: bool) -> AbstractContextManager[None]:
+    """Around what a compiled model does beside training: each other shape or mode would compile another graph."""
+    if not is_compiled:
+        return nullcontext()  # a second of imports that other runs save
+    return torch.compiler.set_stance("force_eager")
 
 
 def make_loader(

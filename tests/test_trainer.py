@@ -30,6 +30,7 @@ from char_dataset import CharDataset, CharVocabulary, WindowSampler
 from config import Config, TrainerConfig, choose_dtype
 from distributed import Ranks, process_group
 from main import build_trainer
+from model import GPT
 from optimizer import learning_rate_factor
 from snapshot import load_snapshot, save_snapshot
 from trainer import RunError, Trainer, step_seed
@@ -97,6 +98,18 @@ def watch_gradients(trainer: Trainer) -> list[dict[str, Tensor]]:
         seen.append({n: p.grad.clone() for n, p in trainer.raw_model.named_parameters() if p.grad is not None})
 
     before_each_step(trainer, look)
+    return seen
+
+
+def watch_places(trainer: Trainer) -> list[list[int]]:
+    """Where in memory the gradients are, at the begin of each forward pass; 0 for those that aren't there."""
+    seen: list[list[int]] = []
+
+    def look(model: torch.nn.Module, _: Any) -> None:
+        if model.training:
+            seen.append([0 if p.grad is None else p.grad.data_ptr() for p in model.parameters()])
+
+    trainer.raw_model.register_forward_pre_hook(look)
     return seen
 
 
@@ -207,7 +220,7 @@ def run_as_rank(folder: Path) -> None:
                 "trainer_config.max_steps=3",
                 ranks=ranks,
             )
-            gradients = watch_gradients(trainer)
+            gradients, places = watch_gradients(trainer), watch_places(trainer)
             calls: list[int] = []
 
             def count_and_reduce(state, bucket, calls=calls):  # DDP wants its own annotations or none
@@ -218,6 +231,15 @@ def run_as_rank(folder: Path) -> None:
             trainer.model.register_comm_hook(None, count_and_reduce)
             trainer.fit()
             result[f"gradient{micro}"], result[f"all_reduces{micro}"] = gradients[0], len(calls)
+            result[f"places{micro}"] = places
+
+        trainer = make_trainer(
+            *(folder / "removed", "trainer_config.micro_batch_size=2", NO_CLIPPING, "trainer_config.max_steps=3"),
+            ranks=ranks,
+        )
+        zero_grad = trainer.optimizer.zero_grad
+        trainer.optimizer.zero_grad = lambda set_to_none: zero_grad(set_to_none=True)  # type: ignore[method-assign]
+        trainer.fit()
 
         trainer = make_trainer(folder / "evaluation", *DROPOUT, ranks=ranks)
         messages.clear()
@@ -318,6 +340,17 @@ def test_one_all_reduce_in_each_optimizer_step(rank_runs, n, micro):
     _, results = rank_runs(n)
     # The model fits in one of DDP's buckets, so its gradients travel once for each of the run's 3 steps.
     assert [result[f"all_reduces{micro}"] for result in results] == [3] * n
+
+
+@pytest.mark.parametrize(("n", "micro"), [(n, micro) for n in (2, 3) for micro in MICRO_BATCHES[n]])
+def test_gradients_stay_where_they_are_sent_from(rank_runs, n, micro):
+    """Catches gradients that are removed after a step: DDP would copy each into its bucket in the next one."""
+    folder, results = rank_runs(n)
+    for result in results:
+        first, *others = result[f"places{micro}"][-12 // (n * micro) * 2 :]  # in the last two of the three steps
+        assert all(first)
+        assert all(places == first for places in others)
+    assert_same_end(folder / "micro2", folder / "removed")
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -485,6 +518,42 @@ def test_batches_are_copied_without_waiting_to_cuda_alone(alone, tmp_path, monke
     monkeypatch.setattr(Tensor, "to", lambda self, device, non_blocking: seen.append((device.type, non_blocking)))
     next(trainer._batches())
     assert seen == [(device, expected)] * 2
+
+
+def test_a_compiled_run_compiles_one_graph(alone, tmp_path, monkeypatch):
+    """Catches graphs for evaluation's mode, its last batch and the sample: minutes of waiting on a large model."""
+    graphs: list[Any] = []
+
+    def count(graph, _):  # a backend that compiles nothing
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(GPT, "compile", lambda model: torch.nn.Module.compile(model, backend=count))
+    settings = ["trainer_config.compile=true", "trainer_config.eval_every_steps=2", "trainer_config.max_steps=4"]
+    make_trainer(tmp_path, *settings, "trainer_config.sample_tokens=20", ranks=alone).fit()
+    assert len(graphs) == 1
+
+
+def test_the_long_sample_is_made_once_at_the_end(alone, tmp_path, monkeypatch, caplog):
+    """Catches 500 tokens at every evaluation, while all other ranks wait; and a long one that never comes."""
+    lengths = []
+    generate = GPT.generate
+    monkeypatch.setattr(GPT, "generate", lambda *args, **how: lengths.append(args[2]) or generate(*args, **how))
+    with caplog.at_level(logging.INFO):
+        make_trainer(tmp_path, "trainer_config.sample_tokens=300", ranks=alone).fit()
+    assert lengths == [64, 64, 300]
+    (message,) = [message for message in caplog.messages if message.startswith("a sample:")]
+    assert len(message.removeprefix("a sample:\n\n").removesuffix("\n")) == 300
+
+    lengths.clear()
+    make_trainer(tmp_path / "short", "trainer_config.sample_tokens=20", ranks=alone).fit()
+    assert lengths == [20, 20, 20]
+    stopped = make_trainer(tmp_path / "stopped", "trainer_config.sample_tokens=300", ranks=alone)
+    before_each_step(stopped, lambda: stopped.stop_request._remember(signal.SIGTERM, None))
+    lengths.clear()
+    stopped.fit()
+    assert (stopped.step, lengths) == (2, [])
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
