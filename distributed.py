@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -175,6 +175,25 @@ class StopRequest:
     def is_orphaned(self) -> bool:
         """Whether the launcher is gone. Nobody would restart or stop this process, so it should leave."""
         return _launcher is not None and os.getppid() != _launcher
+
+
+def settle_buckets(model: torch.nn.Module, autocast: AbstractContextManager[Any], tokens: torch.Tensor) -> None:
+    """Let DDP arrange its buckets before the first step, in two passes whose gradients nobody uses.
+
+    After its first backward pass, DDP sorts the gradients anew, in the order in which they came. With three or more
+    ranks, a gradient's place decides in which order the ranks' shares of it are added, and so its last bits. Without
+    these passes, a run that was started again would take one step with other sums than the run that went through.
+
+    Args:
+        model: wrapped in DistributedDataParallel; it isn't changed.
+        autocast: the context of its forward passes.
+        tokens: some micro-batch, int64 (B, T), of the shape that all have: the model is compiled for it, perhaps.
+    """
+    for _ in range(2):  # the second one puts the new order into effect
+        with autocast:
+            _, loss = model(tokens, tokens)
+        loss.backward()
+    model.zero_grad(set_to_none=False)
 
 
 def leave_if_lost(error: RuntimeError) -> None:

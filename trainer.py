@@ -30,6 +30,7 @@ from distributed import (
     broadcast_from_main,
     gather_on_main,
     ignore_signals,
+    settle_buckets,
 )
 from model import GPT
 from optimizer import OptimizerConfig, create_optimizer, learning_rate_factor, load_optimizer_state, set_learning_rate
@@ -234,14 +235,17 @@ class Trainer:
     # ------------------------------------------------------- around the steps: start, evaluations, snapshots, reports
 
     def _start(self) -> None:
-        """Say what will happen, listen to signals, and make the evaluation that a stop may have left out."""
+        """Say what will happen, listen to signals, and do what comes before the first step."""
         self.stop_request.listen()
         self.reporter.header(header_lines(self), self.full_config, self.step, self.state.total_steps)
         if self.step == 0 and self.config.init_from is not None:
             log.info("starting from the model of %s; its evaluation loss is to be beaten:", self.config.init_from)
             self._evaluate_and_keep_best()
-        elif self._is_due(self.config.eval_every_steps):
+        elif self._is_due(self.config.eval_every_steps):  # a stop may have left it out
             self._evaluate_and_keep_best()
+        if isinstance(self.model, DistributedDataParallel) and self.step < self.state.total_steps:
+            shape = self.micro_batch_size, self.block_size
+            settle_buckets(self.model, self.autocast, torch.zeros(shape, dtype=torch.int64, device=self.ranks.device))
         self.reporter.watch.restart(self.step)
 
     def _evaluate_and_keep_best(self) -> None:

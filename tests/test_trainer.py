@@ -262,7 +262,7 @@ def run_as_rank(folder: Path) -> None:
 
         trainer.raw_model.drop.register_forward_hook(keep_mask)
         trainer.fit()
-        result["masks"] = torch.stack(masks)  # (steps * accumulation, B, T, C)
+        result["masks"] = torch.stack(masks[2:])  # (steps * accumulation, B, T, C), without the two passes before them
 
         settings = [*DROPOUT, "trainer_config.micro_batch_size=2"]
         make_trainer(folder / "straight", *settings, ranks=ranks).fit()
@@ -338,8 +338,9 @@ def test_ranks_gradient_is_that_of_one_big_batch(alone, tmp_path, rank_runs, n, 
 def test_one_all_reduce_in_each_optimizer_step(rank_runs, n, micro):
     """Catches a missing no_sync, or one entered after the forward pass: an all-reduce for each micro-batch."""
     _, results = rank_runs(n)
-    # The model fits in one of DDP's buckets, so its gradients travel once for each of the run's 3 steps.
-    assert [result[f"all_reduces{micro}"] for result in results] == [3] * n
+    # The model fits in one of DDP's buckets, so its gradients travel once for each of the run's 3 steps, and in the two
+    # passes before the first that settle the buckets.
+    assert [result[f"all_reduces{micro}"] for result in results] == [2 + 3] * n
 
 
 @pytest.mark.parametrize(("n", "micro"), [(n, micro) for n in (2, 3) for micro in MICRO_BATCHES[n]])
@@ -347,7 +348,8 @@ def test_gradients_stay_where_they_are_sent_from(rank_runs, n, micro):
     """Catches gradients that are removed after a step: DDP would copy each into its bucket in the next one."""
     folder, results = rank_runs(n)
     for result in results:
-        first, *others = result[f"places{micro}"][-12 // (n * micro) * 2 :]  # in the last two of the three steps
+        first, *others = result[f"places{micro}"][2:]  # without those of the two passes that settle the buckets
+        assert len(others) + 1 == 3 * 12 // (n * micro)
         assert all(first)
         assert all(places == first for places in others)
     assert_same_end(folder / "micro2", folder / "removed")
@@ -718,18 +720,14 @@ def test_a_stopped_run_ends_like_one_that_was_not(alone, tmp_path, stop, setting
     assert_same_end(tmp_path / "straight", tmp_path / "stopped")
 
 
-def test_two_stopped_ranks_end_like_ranks_that_were_not(rank_runs):
-    """Catches ranks that go on with rank 0's dropout, or from different places."""
-    folder, _ = rank_runs(2)
+@pytest.mark.parametrize("n", [2, 3])
+def test_stopped_ranks_end_like_ranks_that_were_not(rank_runs, n):
+    """Catches ranks that go on with rank 0's dropout, or from different places.
+
+    With three ranks a sum depends on its order in the last bit: a DDP that is new takes its first step in another one.
+    """
+    folder, _ = rank_runs(n)
     assert_same_end(folder / "straight", folder / "stopped")
-
-
-def test_three_stopped_ranks_end_like_ranks_that_were_not(rank_runs):
-    """Catches the same; with three ranks a sum depends on its order in the last bit, and DDP reorders as it goes."""
-    folder, _ = rank_runs(3)
-    straight, stopped = read_losses(folder / "straight"), read_losses(folder / "stopped")
-    # Ten steps after the stop, rounding has grown to some 1e-6; another mask or window would show in 1e-2.
-    assert stopped[20] == pytest.approx(straight[20], abs=1e-4)
 
 
 def test_a_resumed_run_records_every_step(alone, tmp_path):
