@@ -4,9 +4,11 @@ Read it after `trainer.py`; `snapshot.py` comes next. It alone reads the environ
 sets. There is one path: without a launcher, a run is a group of one rank.
 """
 
+import io
 import itertools
 import logging
 import os
+import pickle
 import signal
 import sys
 import time
@@ -124,10 +126,19 @@ def all_gather(value: Any) -> list[Any]:
 
 
 def broadcast_from_main(value: Any) -> Any:
-    """Rank 0's value, on every rank; any object that pickle knows."""
-    box = [value]
+    """Rank 0's value, on every rank; any object that pickle knows. Tensors in it, on the CPU, travel one by one."""
+    file, is_main = io.BytesIO(), dist.get_rank() == 0
+    pickler = PicklerWithoutTensors(file)
+    if is_main:
+        pickler.dump(value)
+    box = [(file.getvalue(), [storage.nbytes() for storage in pickler.storages])]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
+    pickled, sizes = box[0]
+    # Whole storages, each once: tensors that share one here, as the embedding and the head do, share one there.
+    storages = pickler.storages if is_main else [torch.UntypedStorage(size) for size in sizes]
+    for storage in storages:
+        dist.broadcast(torch.empty(0, dtype=torch.uint8).set_(storage), src=0)
+    return value if is_main else UnpicklerWithTensors(io.BytesIO(pickled), storages).load()
 
 
 # ------------------------------------------------------------------ armour: restarts, signals, lost ranks, endings
@@ -147,6 +158,42 @@ def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int]:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(f"attempt-{restarts}-{next(_groups)}", store)  # type: ignore[attr-defined]
     return store, rank, world_size
+
+
+class PicklerWithoutTensors(pickle.Pickler):
+    """Pickles the places of tensors instead of the tensors: a pickled snapshot would be in memory several times.
+
+    Attributes:
+        storages: the memory of the tensors that were met, each once.
+    """
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file)
+        self.storages: list[torch.UntypedStorage] = []
+        self._numbers: dict[int, int] = {}  # by address
+
+    def persistent_id(self, value: Any) -> Any:
+        """What stands for a tensor: (number of its storage, type, and where in the storage it is)."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        storage = value.untyped_storage()
+        number = self._numbers.setdefault(storage.data_ptr(), len(self.storages))
+        if number == len(self.storages):
+            self.storages.append(storage)
+        return number, value.dtype, value.storage_offset(), value.shape, value.stride()
+
+
+class UnpicklerWithTensors(pickle.Unpickler):
+    """The inverse of `PicklerWithoutTensors`, given the same storages."""
+
+    def __init__(self, file: io.BytesIO, storages: list[torch.UntypedStorage]):
+        super().__init__(file)
+        self.storages = storages
+
+    def persistent_load(self, place: Any) -> torch.Tensor:
+        """The tensor that was there."""
+        number, dtype, *where = place
+        return torch.empty(0, dtype=dtype).set_(self.storages[number], *where)
 
 
 class StopRequest:

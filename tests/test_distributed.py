@@ -4,14 +4,16 @@ import os
 import socket
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import PROJECT, TINY_RUN, read_losses, run_program
+from test_trainer import flatten
 
-from distributed import choose_device, process_group
+from distributed import broadcast_from_main, choose_device, process_group
 from snapshot import load_snapshot
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -120,6 +122,62 @@ def test_a_failure_of_one_rank_fails_the_job(tmp_path):
     process = run_program(*launcher, program, env={"PYTHONPATH": str(PROJECT)}, timeout=30)
     assert process.returncode != 0
     assert "this rank fails" in process.stderr
+
+
+def receive_as_rank(rank, folder):
+    """One of two ranks that broadcast odd tensors and a snapshot of 128 MB: its memory, and what it has got."""
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    table = torch.arange(12.0).view(3, 4)
+    odd = {
+        "tied": OrderedDict(wte=table, head=table, row=table[1]),
+        "list": [torch.tensor(3), (torch.full((2,), 0.1, dtype=torch.bfloat16), torch.tensor(2.5).half())],
+        "turned": table.T.contiguous().T,
+        "empty": [torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)],
+        "plain": ("text", 7, None, b"bytes"),
+    }
+    received = broadcast_from_main(odd if rank == 0 else None)
+    before = memory("VmRSS")
+    snapshot = {"weights": [torch.full((1 << 20,), float(i)) for i in range(32)]} if rank == 0 else None
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
+    snapshot = broadcast_from_main(snapshot)
+    grown = memory("VmHWM") - before
+    assert all(bool((tensor == i).all()) for i, tensor in enumerate(snapshot["weights"]))
+    shares = received["tied"]["wte"].data_ptr() == received["tied"]["head"].data_ptr()
+    received["tied"]["wte"][1] = -1.0
+    torch.save({"grown": grown / (32 << 22), "shares": shares, "received": received}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def memory(key: str) -> int:
+    """What the kernel says of this process's memory, in bytes: VmRSS now, VmHWM at its highest."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[key].split()[0]) * 1024
+
+
+def test_a_snapshot_travels_tensor_by_tensor(tmp_path):
+    """Catches a snapshot that is pickled whole, in memory three times on rank 0 and four times on all others.
+
+    And tensors that arrive untied, in another type, or with other strides.
+    """
+    torch.multiprocessing.spawn(receive_as_rank, (str(tmp_path),), nprocs=2)
+    main, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    # Once its own; some megabytes for what the transport needs.
+    assert main["grown"] < 1.2
+    assert other["grown"] < 1.2
+    assert main["shares"]
+    assert other["shares"]
+    sent, received = main["received"], other["received"]
+    assert type(received["tied"]) is OrderedDict
+    assert received["plain"] == sent["plain"]
+    assert received["tied"]["row"].tolist() == [-1.0] * 4  # a view of the same memory
+    here, there = flatten(sent), flatten(received)
+    assert here.keys() == there.keys()
+    for name, tensor in here.items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(there[name], tensor), name
+            assert there[name].dtype == tensor.dtype
+            assert there[name].stride() == tensor.stride()
 
 
 @pytest.mark.parametrize("has_rank", [True, False], ids=["all-variables", "address-and-port-only"])

@@ -237,8 +237,8 @@ def run_as_rank(folder: Path) -> None:
             *(folder / "removed", "trainer_config.micro_batch_size=2", NO_CLIPPING, "trainer_config.max_steps=3"),
             ranks=ranks,
         )
-        zero_grad = trainer.optimizer.zero_grad
-        trainer.optimizer.zero_grad = lambda set_to_none: zero_grad(set_to_none=True)  # type: ignore[method-assign]
+        zero_grad: Callable[..., None] = trainer.optimizer.zero_grad
+        vars(trainer.optimizer)["zero_grad"] = lambda set_to_none: zero_grad(set_to_none=True)
         trainer.fit()
 
         trainer = make_trainer(folder / "evaluation", *DROPOUT, ranks=ranks)
