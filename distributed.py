@@ -153,8 +153,19 @@ def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int]:
     After a restart, a store that torchrun keeps still holds the addresses of the workers that died, and half of all
     restarts fail with "connection refused". A prefix for each attempt (and each run of a sweep) keeps them apart.
     Between nodes the counts can differ; there torchrun is told to make a new store each time: see docs/faults.md.
+
+    Raises:
+        ValueError: the port is taken, the address leads nowhere, or the others don't come.
     """
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    except dist.DistError as error:
+        address, port, own_rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+        raise ValueError(
+            f"rank {own_rank} can't meet the others at MASTER_ADDR={address}, MASTER_PORT={port} "
+            f"({in_one_line(error)}); set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there, "
+            "alike for all ranks; a process that trains alone needs neither"
+        ) from error
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(f"attempt-{restarts}-{next(_groups)}", store)  # type: ignore[attr-defined]
     return store, rank, world_size
@@ -244,13 +255,37 @@ def settle_buckets(model: torch.nn.Module, autocast: AbstractContextManager[Any]
 
 
 def leave_if_lost(error: RuntimeError) -> None:
-    """Leave where an error only says that another rank is gone: that one's error is the root cause, not this."""
-    if isinstance(error, dist.DistError) or "gloo" in str(error):
-        rank = os.environ["RANK"]
-        sys.stderr.write(f"rank {rank} has lost another rank, whose own output says why\n")
-        sys.stderr.flush()
+    """Leave, with one line, where ranks failed to communicate; return where the error is another one.
+
+    Where another rank is gone, that one's error is the root cause, and not this.
+    """
+    words = in_one_line(error)
+    if not isinstance(error, dist.DistError) and "gloo/" not in words:
+        return
+    rank = os.environ["RANK"]
+    # While the ranks set up their connections, nobody is lost yet: a wrong address or a firewall is as likely.
+    is_lost = any(sign in words.lower() for sign in SIGNS_OF_A_LOST_RANK) and "connectFullMesh" not in words
+    if is_lost:
+        sys.stderr.write(f"rank {rank} has lost another rank, whose own output may say why ({words})\n")
+    else:
+        sys.stderr.write(f"error: rank {rank}: {words}\n")
+    sys.stderr.flush()
+    if is_lost:
         time.sleep(3)  # torchrun names the first process that ends as the root cause: that isn't this one
-        leave(1)
+    leave(1)
+
+
+# What gloo, NCCL and torch's store say when a connection that was there is gone, or silent for too long.
+SIGNS_OF_A_LOST_RANK = (
+    *("closed by peer", "reset by peer", "broken pipe", "connection was likely closed"),
+    *("timed out waiting", "timeout", "remote process exit"),
+)
+
+
+def in_one_line(error: Exception) -> str:
+    """An error's words, without the frames of C++ that torch can add to them."""
+    words = str(error).split("Exception raised from")[0]
+    return " ".join(line.strip() for line in words.splitlines() if line.strip()).rstrip(".")
 
 
 def ignore_signals(worker_id: int) -> None:

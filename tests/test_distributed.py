@@ -13,7 +13,7 @@ import torch.distributed as dist
 from conftest import PROJECT, TINY_RUN, read_losses, run_program
 from test_trainer import flatten
 
-from distributed import broadcast_from_main, choose_device, process_group
+from distributed import broadcast_from_main, choose_device, leave_if_lost, process_group
 from snapshot import load_snapshot
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -178,6 +178,77 @@ def test_a_snapshot_travels_tensor_by_tensor(tmp_path):
             assert torch.equal(there[name], tensor), name
             assert there[name].dtype == tensor.dtype
             assert there[name].stride() == tensor.stride()
+
+
+def test_a_taken_port_is_named_in_one_line(no_launcher, tmp_path):
+    """Catches "has lost another rank" where there is no other rank: MASTER_PORT belongs to somebody else."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        no_launcher.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        run = run_program(sys.executable, PROJECT / "main.py", f"hydra.run.dir={tmp_path / 'run'}", *TINY_RUN)
+    assert run.returncode == 1
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("error: rank 0 can't meet the others")
+    assert "address already in use" in line
+    assert "MASTER_PORT to a free port" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_that_does_not_exist_is_named(no_launcher):
+    """Catches an address that leads nowhere and is reported as a rank that was lost."""
+    no_launcher.setenv("MASTER_ADDR", "nowhere.invalid")
+    no_launcher.setenv("MASTER_PORT", str(free_port()))
+    with (
+        pytest.raises(ValueError, match=r"MASTER_ADDR=nowhere.invalid, .*connect.*set MASTER_ADDR"),
+        process_group(0.02),
+    ):
+        pass
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (
+            RuntimeError(f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:4711. This may indicate a crash"),
+            True,
+        ),
+        (RuntimeError(f"{GLOO}pair.cc:553] Read error [127.0.0.1]:4711: Connection reset by peer"), True),
+        (RuntimeError(f"{GLOO}unbound_buffer.cc:87] Timed out waiting 6000ms for recv operation to complete"), True),
+        (
+            dist.DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed. Did the server crash?"),
+            True,
+        ),
+        (
+            dist.DistBackendError("NCCL error, remote process exited or there was a network error\nncclRemoteError"),
+            True,
+        ),
+        (dist.DistBackendError("NCCL error, invalid usage\nLast error:\nDuplicate GPU detected"), False),
+        (RuntimeError(f"Gloo connectFullMesh failed with {GLOO}pair.cc:144] timed out waiting for connect"), False),
+        (RuntimeError(f"{GLOO}device.cc:208] rv != -1. Unable to resolve hostname"), False),
+    ],
+)
+def test_an_error_is_told_by_its_own_words(monkeypatch, capsys, error, is_lost):
+    """Catches errors that say nothing but "has lost another rank", and that claim where nobody is lost."""
+    left, waited = [], []
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setattr("distributed.leave", left.append)
+    monkeypatch.setattr("time.sleep", waited.append)
+    leave_if_lost(error)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left == [1]
+    assert ("rank 5 has lost another rank" in line) == is_lost == bool(waited)
+    assert line.startswith("error: rank 5: ") != is_lost
+    assert all(part in line for part in str(error).splitlines())
+
+
+def test_other_errors_are_left_alone(monkeypatch, capsys):
+    """Catches a bug whose traceback is swallowed because its message happens to speak of gloo, or of a time-out."""
+    monkeypatch.setattr("distributed.leave", pytest.fail)
+    leave_if_lost(RuntimeError("gloo is a backend, and this is a bug"))
+    leave_if_lost(RuntimeError("the store's connection was reset by peer"))
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("has_rank", [True, False], ids=["all-variables", "address-and-port-only"])

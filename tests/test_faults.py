@@ -138,6 +138,7 @@ def test_a_killed_rank_costs_nothing(undisturbed, tmp_path):
         time.sleep(0.5)
     assert process.wait(100) == 0, output(run_dir)
     assert output(run_dir).count("going on from") == 2
+    assert "has lost another rank" in output(run_dir)  # the one that survived says so
     assert not list(run_dir.glob("*.old1"))
     assert_identical(run_dir, undisturbed)
 
@@ -452,6 +453,8 @@ def test_one_rank_that_raises_ends_the_job(tmp_path):
     assert run.returncode != 0
     summary = run.stderr[run.stderr.rindex("Root Cause") :]
     assert "the very root of the evil" in summary
+    assert "rank 0 has lost another rank" in run.stderr
+    assert "rank 1 has lost" not in run.stderr
 
 
 def test_a_collective_that_hangs_ends(tmp_path):
@@ -460,6 +463,7 @@ def test_a_collective_that_hangs_ends(tmp_path):
     run = sabotage("hang", 5, 1, tmp_path / "run", "trainer_config.timeout_minutes=0.1")
     assert time.monotonic() - began < 50
     assert run.returncode != 0
+    assert re.search(r"rank 0 has lost another rank.* \(.*[Tt]imed out waiting", run.stderr)
 
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
