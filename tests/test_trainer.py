@@ -283,7 +283,8 @@ def rank_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple
         if n not in processes:
             folder = tmp_path_factory.mktemp(f"ranks{n}")
             launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}")
-            processes[n] = folder, run_program(*launcher, __file__, folder, env={"PYTHONPATH": str(PROJECT)})
+            environment = {"PYTHONPATH": str(PROJECT)}
+            processes[n] = folder, run_program(*launcher, __file__, folder, env=environment, timeout=600)
         folder, process = processes[n]
         if process.returncode:
             pytest.fail(f"ranks failed: {process.stderr[:2000]}", pytrace=False)
