@@ -353,7 +353,11 @@ def test_gradients_stay_where_they_are_sent_from(rank_runs, n, micro):
         assert len(others) + 1 == 3 * 12 // (n * micro)
         assert all(first)
         assert all(places == first for places in others)
-    assert_same_end(folder / "micro2", folder / "removed")
+    if n == 2:  # a copy is multiplied by 1 / n, a gradient in its place divided by n: the same bits for powers of two
+        assert_same_end(folder / "micro2", folder / "removed")
+    kept, removed = read_losses(folder / "micro2"), read_losses(folder / "removed")
+    # Three steps of float32 rounding, as above; a gradient that isn't set to zero shows in 1e-2.
+    assert kept == {step: pytest.approx(loss, abs=1e-5) for step, loss in removed.items()}
 
 
 @pytest.mark.parametrize("n", [2, 3])
