@@ -4,15 +4,17 @@ Read it after `trainer.py`; `snapshot.py` comes next. It alone reads the environ
 sets. There is one path: without a launcher, a run is a group of one rank.
 """
 
+import io
 import itertools
 import logging
 import os
+import pickle
 import signal
 import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -75,6 +77,9 @@ def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator
 def choose_device(local_rank: int, wish: str = "auto") -> torch.device:
     """This rank's own accelerator (CUDA, XPU, MPS, ...); the CPU where there is none, or where the wish is "cpu".
 
+    The ranks of torchrun see all devices of their node, and each takes the one of its number. Other launchers can show
+    each task its own device alone (srun --gpus-per-task=1): then that is it, whatever the task's number.
+
     Raises:
         ValueError: the node has accelerators, but fewer than ranks.
     """
@@ -82,6 +87,8 @@ def choose_device(local_rank: int, wish: str = "auto") -> torch.device:
     if accelerator is None or wish == "cpu":
         return torch.device("cpu")
     count = torch.accelerator.device_count()
+    if count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        local_rank = 0
     if local_rank >= count:
         raise ValueError(
             f"local rank {local_rank} has no device of its own: this node has {count} of type {accelerator.type}; "
@@ -121,10 +128,19 @@ def all_gather(value: Any) -> list[Any]:
 
 
 def broadcast_from_main(value: Any) -> Any:
-    """Rank 0's value, on every rank; any object that pickle knows."""
-    box = [value]
+    """Rank 0's value, on every rank; any object that pickle knows. Tensors in it, on the CPU, travel one by one."""
+    file, is_main = io.BytesIO(), dist.get_rank() == 0
+    pickler = PicklerWithoutTensors(file)
+    if is_main:
+        pickler.dump(value)
+    box = [(file.getvalue(), [storage.nbytes() for storage in pickler.storages])]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
+    pickled, sizes = box[0]
+    # Whole storages, each once: tensors that share one here, as the embedding and the head do, share one there.
+    storages = pickler.storages if is_main else [torch.UntypedStorage(size) for size in sizes]
+    for storage in storages:
+        dist.broadcast(torch.empty(0, dtype=torch.uint8).set_(storage), src=0)
+    return value if is_main else UnpicklerWithTensors(io.BytesIO(pickled), storages).load()
 
 
 # ------------------------------------------------------------------ armour: restarts, signals, lost ranks, endings
@@ -139,8 +155,19 @@ def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int, s
     After a restart, a store that torchrun keeps still holds the addresses of the workers that died, and half of all
     restarts fail with "connection refused". A prefix for each attempt (and each run of a sweep) keeps them apart.
     Between nodes the counts can differ; there torchrun is told to make a new store each time: see docs/faults.md.
+
+    Raises:
+        ValueError: the port is taken, the address leads nowhere, or the others don't come.
     """
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    except dist.DistError as error:
+        address, port, own_rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+        raise ValueError(
+            f"rank {own_rank} can't meet the others at MASTER_ADDR={address}, MASTER_PORT={port} "
+            f"({in_one_line(error)}); set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there, "
+            "alike for all ranks; a process that trains alone needs neither"
+        ) from error
     launch = uuid.uuid4().hex
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         launch = store.compare_set("launch", "", launch).decode()  # the first one stays, for all ranks and restarts
@@ -148,6 +175,42 @@ def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int, s
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # nothing but its --rdzv_id outlasts a restart
         launch = os.environ["TORCHELASTIC_RUN_ID"]
     return store, rank, world_size, launch
+
+
+class PicklerWithoutTensors(pickle.Pickler):
+    """Pickles the places of tensors instead of the tensors: a pickled snapshot would be in memory several times.
+
+    Attributes:
+        storages: the memory of the tensors that were met, each once.
+    """
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file)
+        self.storages: list[torch.UntypedStorage] = []
+        self._numbers: dict[int, int] = {}  # by address
+
+    def persistent_id(self, value: Any) -> Any:
+        """What stands for a tensor: (number of its storage, type, and where in the storage it is)."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        storage = value.untyped_storage()
+        number = self._numbers.setdefault(storage.data_ptr(), len(self.storages))
+        if number == len(self.storages):
+            self.storages.append(storage)
+        return number, value.dtype, value.storage_offset(), value.shape, value.stride()
+
+
+class UnpicklerWithTensors(pickle.Unpickler):
+    """The inverse of `PicklerWithoutTensors`, given the same storages."""
+
+    def __init__(self, file: io.BytesIO, storages: list[torch.UntypedStorage]):
+        super().__init__(file)
+        self.storages = storages
+
+    def persistent_load(self, place: Any) -> torch.Tensor:
+        """The tensor that was there."""
+        number, dtype, *where = place
+        return torch.empty(0, dtype=dtype).set_(self.storages[number], *where)
 
 
 class StopRequest:
@@ -178,14 +241,57 @@ class StopRequest:
         return _launcher is not None and os.getppid() != _launcher
 
 
+def settle_buckets(model: torch.nn.Module, autocast: AbstractContextManager[Any], tokens: torch.Tensor) -> None:
+    """Let DDP arrange its buckets before the first step, in two passes whose gradients nobody uses.
+
+    After its first backward pass, DDP sorts the gradients anew, in the order in which they came. With three or more
+    ranks, a gradient's place decides in which order the ranks' shares of it are added, and so its last bits. Without
+    these passes, a run that was started again would take one step with other sums than the run that went through.
+
+    Args:
+        model: wrapped in DistributedDataParallel; it isn't changed.
+        autocast: the context of its forward passes.
+        tokens: some micro-batch, int64 (B, T), of the shape that all have: the model is compiled for it, perhaps.
+    """
+    for _ in range(2):  # the second one puts the new order into effect
+        with autocast:
+            _, loss = model(tokens, tokens)
+        loss.backward()
+    model.zero_grad(set_to_none=False)
+
+
 def leave_if_lost(error: RuntimeError) -> None:
-    """Leave where an error only says that another rank is gone: that one's error is the root cause, not this."""
-    if isinstance(error, dist.DistError) or "gloo" in str(error):
-        rank = os.environ["RANK"]
-        sys.stderr.write(f"rank {rank} has lost another rank, whose own output says why\n")
-        sys.stderr.flush()
+    """Leave, with one line, where ranks failed to communicate; return where the error is another one.
+
+    Where another rank is gone, that one's error is the root cause, and not this.
+    """
+    words = in_one_line(error)
+    if not isinstance(error, dist.DistError) and "gloo/" not in words:
+        return
+    rank = os.environ["RANK"]
+    # While the ranks set up their connections, nobody is lost yet: a wrong address or a firewall is as likely.
+    is_lost = any(sign in words.lower() for sign in SIGNS_OF_A_LOST_RANK) and "connectFullMesh" not in words
+    if is_lost:
+        sys.stderr.write(f"rank {rank} has lost another rank, whose own output may say why ({words})\n")
+    else:
+        sys.stderr.write(f"error: rank {rank}: {words}\n")
+    sys.stderr.flush()
+    if is_lost:
         time.sleep(3)  # torchrun names the first process that ends as the root cause: that isn't this one
-        leave(1)
+    leave(1)
+
+
+# What gloo, NCCL and torch's store say when a connection that was there is gone, or silent for too long.
+SIGNS_OF_A_LOST_RANK = (
+    *("closed by peer", "reset by peer", "broken pipe", "connection was likely closed"),
+    *("timed out waiting", "timeout", "remote process exit"),
+)
+
+
+def in_one_line(error: Exception) -> str:
+    """An error's words, without the frames of C++ that torch can add to them."""
+    words = str(error).split("Exception raised from")[0]
+    return " ".join(line.strip() for line in words.splitlines() if line.strip()).rstrip(".")
 
 
 def ignore_signals(worker_id: int) -> None:

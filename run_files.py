@@ -5,6 +5,7 @@ Read it after `snapshot.py`, which writes and reads a single snapshot. `corpus.p
 
 import hashlib
 import logging
+import math
 import os
 import posixpath
 from collections.abc import Callable
@@ -94,6 +95,8 @@ class RunSnapshots:
             ValueError: the snapshot is of another run, or damaged beyond its predecessor; nothing can be saved there.
         """
         prepare(self.url)
+        # First, and only two numbers of it: otherwise two whole snapshots would be in memory at once.
+        best = self._best_so_far() if resume or is_restart else None
         snapshot = load_own(self.url, resume, self.run["launch"] if is_restart else None, self._check)
         is_fresh = is_restart and stamp(self.url) is None and stamp(previous_url(self.url)) is None
         if is_half_moved(self.run_dir) or not (resume or snapshot or is_fresh):
@@ -102,27 +105,29 @@ class RunSnapshots:
                 log.info("moved the run that was there to %s; hydra.run.dir=%s goes on with it", folder, folder)
             snapshot = None
         if snapshot is not None:
-            snapshot["best"], self.last_step = self._best_so_far(snapshot), snapshot["step"]
+            snapshot["best"] = best or (snapshot["best_eval_loss"], snapshot.get("best_step", 0))
+            self.last_step = snapshot["step"]
             log.info("going on from %s after step %d", self.url, snapshot["step"])
         self._stamps = {url: stamp(url) for url in (self.url, best_url(self.url))}
         return snapshot
 
-    def _best_so_far(self, latest: Snapshot) -> tuple[float, int]:
-        """(Loss, step) of the best snapshot, which may be newer than the last one; (inf, 0) where none can be used."""
+    def _best_so_far(self) -> tuple[float, int] | None:
+        """(Loss, step) of the best snapshot, which may be newer than the latest; None where only the latest knows.
+
+        A copy of the latest was saved before it was evaluated. Its loss is in the snapshots that came after it, or is
+        found by the evaluation that a start in its step repeats.
+        """
         url = best_url(self.url)
         try:
             best = load_snapshot(url)
             self._check(best, url)
         except FileNotFoundError:  # there was no evaluation yet
-            return float("inf"), 0
+            return math.inf, 0
         except ValueError as error:  # damaged, or of another run
             log.warning("no usable best snapshot, the next evaluation makes one: %s", error)
-            return float("inf"), 0
-        # A copy of the latest was saved before it was evaluated. Its loss is in the snapshots that came after it, or is
-        # found by the evaluation that a start in its step repeats.
-        if best.get("best_step", best["step"]) == best["step"]:
-            return best["best_eval_loss"], best["step"]
-        return latest["best_eval_loss"], latest.get("best_step", 0)
+            return math.inf, 0
+        is_known = best.get("best_step", best["step"]) == best["step"]
+        return (best["best_eval_loss"], best["step"]) if is_known else None
 
     def _check(self, snapshot: Snapshot, url: str) -> None:
         """Raise ValueError unless this run can go on from a snapshot, DamagedSnapshotError where nobody can."""

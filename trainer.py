@@ -30,6 +30,7 @@ from distributed import (
     broadcast_from_main,
     gather_on_main,
     ignore_signals,
+    settle_buckets,
 )
 from model import GPT
 from optimizer import OptimizerConfig, create_optimizer, learning_rate_factor, load_optimizer_state, set_learning_rate
@@ -50,7 +51,6 @@ class State:
     eval_loss: float = math.nan  # of the last evaluation, nats a character
     best_eval_loss: float = math.inf  # the lowest so far, nats a character
     best_step: int = 0  # the optimizer step it was found at
-    text: str = ""  # sampled at the last evaluation
     stop_signal: int = 0  # the signal on which all ranks agreed to stop; 0: go on
 
 
@@ -110,7 +110,7 @@ class Trainer:
             self.model = DistributedDataParallel(self.raw_model, gradient_as_bucket_view=True)
         # float16 has too small a range for Muon's products.
         muon_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
-        self.optimizer = create_optimizer(self.raw_model, optimizer_config, muon_dtype)
+        self.optimizer = create_optimizer(self.raw_model, optimizer_config, muon_dtype, ranks.rank, ranks.world_size)
         # float16 alone needs its losses scaled up to keep small gradients; disabled, the scaler passes all through.
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
 
@@ -177,7 +177,7 @@ class Trainer:
         self._agree_to_step(mean_loss, grad_norm)  # raises where something is wrong, before the weights change
         self.scaler.step(self.optimizer)  # leaves the step out where a float16 gradient overflowed
         self.scaler.update()  # and lowers the scale then
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self.ranks.world_size == 1)  # several: they are views of what DDP sends
         return mean_loss, grad_norm
 
     def evaluate(self) -> float:
@@ -222,11 +222,12 @@ class Trainer:
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches from the present step on, epoch after epoch: (x, y), each int64 (B, T)."""
         device = self.ranks.device
+        non_blocking = device.type == "cuda"  # from pinned memory; elsewhere a copy could be read before it is there
         while True:
             epoch, first_step = divmod(self.step, self.sampler.steps_per_epoch)
             self.sampler.set_epoch(epoch, first_step)
             for x, y in self.reporter.watch.waiting_for(self.loader):
-                yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                yield x.to(device, non_blocking=non_blocking), y.to(device, non_blocking=non_blocking)
 
     def _gradients_stay_local(self, is_last: bool) -> AbstractContextManager[None]:
         """Around forward and backward: no all-reduce of the gradients, except at the last micro-batch of a step."""
@@ -237,25 +238,28 @@ class Trainer:
     # ------------------------------------------------------- around the steps: start, evaluations, snapshots, reports
 
     def _start(self) -> None:
-        """Say what will happen, listen to signals, and make the evaluation that a stop may have left out."""
+        """Say what will happen, listen to signals, and do what comes before the first step."""
         self.stop_request.listen()
         self.reporter.header(header_lines(self), self.full_config, self.step, self.state.total_steps)
         if self.step == 0 and self.config.init_from is not None:
             log.info("starting from the model of %s; its evaluation loss is to be beaten:", self.config.init_from)
             self._evaluate_and_keep_best()
-        elif self._is_due(self.config.eval_every_steps):
+        elif self._is_due(self.config.eval_every_steps):  # a stop may have left it out
             self._evaluate_and_keep_best()
+        if isinstance(self.model, DistributedDataParallel) and self.step < self.state.total_steps:
+            shape = self.micro_batch_size, self.block_size
+            settle_buckets(self.model, self.autocast, torch.zeros(shape, dtype=torch.int64, device=self.ranks.device))
         self.reporter.watch.restart(self.step)
 
     def _evaluate_and_keep_best(self) -> None:
         check_finite(self)
-        with self.reporter.watch.paused():
+        with self.reporter.watch.paused(), run_eagerly(self.config.compile):
             state = self.state
             state.eval_loss = self.evaluate()
             if not math.isfinite(state.eval_loss):
                 raise diverged(self, f"step {self.step}: the evaluation loss is not finite")
-            state.text = self.sample() if self.ranks.is_main and self.config.sample_tokens else ""
-            self.reporter.evaluation(self.step, state.eval_loss, state.text)
+            # A token costs a pass through the model while the other ranks wait: a line is enough here.
+            self.reporter.evaluation(self.step, state.eval_loss, sample(self, min(self.config.sample_tokens, 64)))
             if state.eval_loss < state.best_eval_loss:
                 state.best_eval_loss, state.best_step = state.eval_loss, self.step
                 self._save(is_best=True)
@@ -270,14 +274,6 @@ class Trainer:
                 self._save()
             self.state.total_steps = self.step
 
-    @torch.no_grad()
-    def sample(self) -> str:
-        """Text of the present model that starts after a newline (or, where the text has no lines, anywhere)."""
-        idx = self.vocabulary.encode(self.vocabulary.start)[None].to(self.ranks.device)  # (1, 1)
-        random = torch.Generator(self.ranks.device).manual_seed(self.config.seed)
-        out = self.raw_model.generate(idx, self.config.sample_tokens, 0.8, do_sample=True, generator=random)  # (1, T)
-        return self.vocabulary.decode(out[0, 1:])
-
     def _finish(self) -> None:
         state = self.state
         if state.stop_signal:
@@ -286,8 +282,8 @@ class Trainer:
             log.info("stopped by %s after step %d of %d; start again to go on", name, self.step, state.total_steps)
         else:
             tokens = self.config.batch_size * self.block_size  # in a step
-            best = best_url(self.snapshot_path)
-            self.reporter.finished(self.step, state.eval_loss, state.best_eval_loss, state.text, tokens, best)
+            best, text = best_url(self.snapshot_path), sample(self, self.config.sample_tokens)
+            self.reporter.finished(self.step, state.eval_loss, state.best_eval_loss, text, tokens, best)
         if self.snapshots is not None and self.snapshots.errors:
             raise RunError(f"the last snapshot could not be saved: {'; '.join(self.snapshots.errors.values())}")
 
@@ -365,9 +361,9 @@ class Trainer:
             RunError: on some rank the loss or the gradient is not finite, or the launcher is gone.
         """
         # On an accelerator, reading a number makes the program wait: there only steps that wait anyway are looked at,
-        # and those that are saved. On a CPU the number is at hand.
-        asked = self.stop_request.signal  # read once: it may come at any moment
-        due = asked or self._is_due(self.config.log_every_steps, 1) or self._is_due(self.config.save_every_steps, 1)
+        # and those that are saved or evaluated. On a CPU the number is at hand.
+        asked, c = self.stop_request.signal, self.config  # the signal is read once: it may come at any moment
+        due = asked or any(self._is_due(n, 1) for n in (c.log_every_steps, c.save_every_steps, c.eval_every_steps))
         is_broken = False
         if due or self.ranks.device.type == "cpu":
             # In float16 an infinite gradient is normal now and then: the scaler leaves that step out.
@@ -400,6 +396,28 @@ def diverged(trainer: Trainer, what: str) -> RunError:
         f"{what}, at learning rates {[group['lr'] for group in trainer.optimizer.param_groups]}; {back}. "
         "Lower the learning rates or trainer_config.grad_norm_clip, and start again"
     )
+
+
+@torch.no_grad()
+def sample(trainer: Trainer, length: int) -> str:
+    """Text of the present model that starts after a newline (or, where the text has no lines, anywhere).
+
+    Rank 0 alone writes it; on the others it is empty.
+    """
+    if not trainer.ranks.is_main or length == 0:
+        return ""
+    device, vocabulary = trainer.ranks.device, trainer.vocabulary
+    idx = vocabulary.encode(vocabulary.start)[None].to(device)  # (1, 1)
+    random = torch.Generator(device).manual_seed(trainer.config.seed)
+    out = trainer.raw_model.generate(idx, length, 0.8, do_sample=True, generator=random)  # (1, T)
+    return vocabulary.decode(out[0, 1:])
+
+
+def run_eagerly(is_compiled: bool) -> AbstractContextManager[None]:
+    """Around what a compiled model does beside training: each other shape or mode would compile another graph."""
+    if not is_compiled:
+        return nullcontext()  # a second of imports that other runs save
+    return torch.compiler.set_stance("force_eager")
 
 
 def make_loader(

@@ -4,14 +4,16 @@ import os
 import socket
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import PROJECT, TINY_RUN, read_losses, run_program
+from test_trainer import flatten
 
-from distributed import choose_device, process_group
+from distributed import broadcast_from_main, choose_device, leave_if_lost, process_group
 from snapshot import load_snapshot
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -122,6 +124,133 @@ def test_a_failure_of_one_rank_fails_the_job(tmp_path):
     assert "this rank fails" in process.stderr
 
 
+def receive_as_rank(rank, folder):
+    """One of two ranks that broadcast odd tensors and a snapshot of 128 MB: its memory, and what it has got."""
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    table = torch.arange(12.0).view(3, 4)
+    odd = {
+        "tied": OrderedDict(wte=table, head=table, row=table[1]),
+        "list": [torch.tensor(3), (torch.full((2,), 0.1, dtype=torch.bfloat16), torch.tensor(2.5).half())],
+        "turned": table.T.contiguous().T,
+        "empty": [torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)],
+        "plain": ("text", 7, None, b"bytes"),
+    }
+    received = broadcast_from_main(odd if rank == 0 else None)
+    before = memory("VmRSS")
+    snapshot = {"weights": [torch.full((1 << 20,), float(i)) for i in range(32)]} if rank == 0 else None
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
+    snapshot = broadcast_from_main(snapshot)
+    grown = memory("VmHWM") - before
+    assert all(bool((tensor == i).all()) for i, tensor in enumerate(snapshot["weights"]))
+    shares = received["tied"]["wte"].data_ptr() == received["tied"]["head"].data_ptr()
+    received["tied"]["wte"][1] = -1.0
+    torch.save({"grown": grown / (32 << 22), "shares": shares, "received": received}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def memory(key: str) -> int:
+    """What the kernel says of this process's memory, in bytes: VmRSS now, VmHWM at its highest."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[key].split()[0]) * 1024
+
+
+def test_a_snapshot_travels_tensor_by_tensor(tmp_path):
+    """Catches a snapshot that is pickled whole, in memory three times on rank 0 and four times on all others.
+
+    And tensors that arrive untied, in another type, or with other strides.
+    """
+    torch.multiprocessing.spawn(receive_as_rank, (str(tmp_path),), nprocs=2)
+    main, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    # Once its own; some megabytes for what the transport needs.
+    assert main["grown"] < 1.2
+    assert other["grown"] < 1.2
+    assert main["shares"]
+    assert other["shares"]
+    sent, received = main["received"], other["received"]
+    assert type(received["tied"]) is OrderedDict
+    assert received["plain"] == sent["plain"]
+    assert received["tied"]["row"].tolist() == [-1.0] * 4  # a view of the same memory
+    here, there = flatten(sent), flatten(received)
+    assert here.keys() == there.keys()
+    for name, tensor in here.items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(there[name], tensor), name
+            assert there[name].dtype == tensor.dtype
+            assert there[name].stride() == tensor.stride()
+
+
+def test_a_taken_port_is_named_in_one_line(no_launcher, tmp_path):
+    """Catches "has lost another rank" where there is no other rank: MASTER_PORT belongs to somebody else."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        no_launcher.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        run = run_program(sys.executable, PROJECT / "main.py", f"hydra.run.dir={tmp_path / 'run'}", *TINY_RUN)
+    assert run.returncode == 1
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("error: rank 0 can't meet the others")
+    assert "address already in use" in line
+    assert "MASTER_PORT to a free port" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_that_does_not_exist_is_named(no_launcher):
+    """Catches an address that leads nowhere and is reported as a rank that was lost."""
+    no_launcher.setenv("MASTER_ADDR", "nowhere.invalid")
+    no_launcher.setenv("MASTER_PORT", str(free_port()))
+    with (
+        pytest.raises(ValueError, match=r"MASTER_ADDR=nowhere.invalid, .*connect.*set MASTER_ADDR"),
+        process_group(0.02),
+    ):
+        pass
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (
+            RuntimeError(f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:4711. This may indicate a crash"),
+            True,
+        ),
+        (RuntimeError(f"{GLOO}pair.cc:553] Read error [127.0.0.1]:4711: Connection reset by peer"), True),
+        (RuntimeError(f"{GLOO}unbound_buffer.cc:87] Timed out waiting 6000ms for recv operation to complete"), True),
+        (
+            dist.DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed. Did the server crash?"),
+            True,
+        ),
+        (
+            dist.DistBackendError("NCCL error, remote process exited or there was a network error\nncclRemoteError"),
+            True,
+        ),
+        (dist.DistBackendError("NCCL error, invalid usage\nLast error:\nDuplicate GPU detected"), False),
+        (RuntimeError(f"Gloo connectFullMesh failed with {GLOO}pair.cc:144] timed out waiting for connect"), False),
+        (RuntimeError(f"{GLOO}device.cc:208] rv != -1. Unable to resolve hostname"), False),
+    ],
+)
+def test_an_error_is_told_by_its_own_words(monkeypatch, capsys, error, is_lost):
+    """Catches errors that say nothing but "has lost another rank", and that claim where nobody is lost."""
+    left, waited = [], []
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setattr("distributed.leave", left.append)
+    monkeypatch.setattr("time.sleep", waited.append)
+    leave_if_lost(error)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left == [1]
+    assert ("rank 5 has lost another rank" in line) == is_lost == bool(waited)
+    assert line.startswith("error: rank 5: ") != is_lost
+    assert all(part in line for part in str(error).splitlines())
+
+
+def test_other_errors_are_left_alone(monkeypatch, capsys):
+    """Catches a bug whose traceback is swallowed because its message happens to speak of gloo, or of a time-out."""
+    monkeypatch.setattr("distributed.leave", pytest.fail)
+    leave_if_lost(RuntimeError("gloo is a backend, and this is a bug"))
+    leave_if_lost(RuntimeError("the store's connection was reset by peer"))
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("has_rank", [True, False], ids=["all-variables", "address-and-port-only"])
 def test_keeps_the_launchers_address_and_port(no_launcher, has_rank):
     """Catches MASTER_ADDR or MASTER_PORT overwritten: under torchrun the ranks would wait for each other forever."""
@@ -148,6 +277,7 @@ def test_a_world_of_one_without_a_launcher(no_launcher):
 def test_devices(monkeypatch):
     """Catches a CPU machine that is refused, ranks that share a device, and a device of the wrong index."""
     chosen = []
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     assert choose_device(3) == torch.device("cpu")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
@@ -157,3 +287,17 @@ def test_devices(monkeypatch):
     assert chosen == [1]
     with pytest.raises(ValueError, match=r"local rank 2 .* 2 of type xpu"):
         choose_device(2)
+
+
+def test_a_task_that_sees_one_device_takes_it(monkeypatch):
+    """Catches a task of srun --gpus-per-task=1 that is refused, and ranks of torchrun that share the only device."""
+    chosen = []
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    assert choose_device(3) == torch.device("xpu", 0)
+    assert chosen == [0]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ValueError, match=r"local rank 3 .* 1 of type xpu"):
+        choose_device(3)

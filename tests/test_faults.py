@@ -33,6 +33,7 @@ LONG_RUN = [
     "gpt_config.attn_pdrop=0.1",
 ]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+THREE_RANKS = [part.replace("node=2", "node=3") for part in TORCHRUN]
 
 
 def start(run_dir: Path, *overrides: str, launcher: list[str] = TORCHRUN) -> subprocess.Popen[str]:
@@ -61,6 +62,14 @@ def wait_for_step(run_dir: Path, step: int) -> None:
             return
         time.sleep(0.02)
     raise AssertionError(f"step {step} never came:\n{output(run_dir)}")
+
+
+def wait_for_words(run_dir: Path, words: str) -> None:
+    """Wait until the run has said something."""
+    deadline = time.monotonic() + 60
+    while words not in output(run_dir):
+        assert time.monotonic() < deadline, f"never said {words!r}:\n{output(run_dir)}"
+        time.sleep(0.02)
 
 
 def workers(process: subprocess.Popen[str]) -> list[int]:
@@ -129,6 +138,7 @@ def test_a_killed_rank_costs_nothing(undisturbed, tmp_path):
         time.sleep(0.5)
     assert process.wait(100) == 0, output(run_dir)
     assert output(run_dir).count("going on from") == 2
+    assert "has lost another rank" in output(run_dir)  # the one that survived says so
     assert not list(run_dir.glob("*.old1"))
     assert_identical(run_dir, undisturbed)
 
@@ -146,6 +156,29 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(undisturbed, tmp_path):
     assert "stopped by SIGTERM" in output(run_dir)
     process = start(run_dir)
     assert process.wait(100) == 0, output(run_dir)
+    assert_identical(run_dir, undisturbed)
+
+
+@pytest.mark.timeout(600)  # twelve processes start here, one after the other where there are few cores
+def test_three_ranks_killed_and_stopped_end_as_if_nothing_had_been(tmp_path):
+    """A DDP that has just been made adds up three ranks' gradients in another order than one that has taken a step."""
+    micro = "trainer_config.micro_batch_size=2"  # two of them on each rank in a step
+    undisturbed, run_dir = tmp_path / "undisturbed", tmp_path / "run"
+    assert start(undisturbed, micro, launcher=THREE_RANKS).wait() == 0, output(undisturbed)
+
+    process = start(run_dir, micro, launcher=THREE_RANKS)
+    wait_for_step(run_dir, random.randrange(25, 80))
+    os.kill(random.choice(workers(process)), signal.SIGKILL)
+    wait_for_words(run_dir, "going on from")
+    wait_for_step(run_dir, random.randrange(110, 160))
+    ranks = workers(process)
+    os.kill(random.choice(ranks), signal.SIGTERM)
+    wait_for_words(run_dir, "stopped by SIGTERM")
+    os.kill(process.pid, signal.SIGKILL)  # or torchrun would restart them: to it, a signal is a failure
+    process.wait()
+    wait_until_gone(ranks, 10)
+    assert start(run_dir, micro, launcher=THREE_RANKS).wait() == 0, output(run_dir)
+    assert output(run_dir).count("going on from") == 2
     assert_identical(run_dir, undisturbed)
 
 
@@ -420,6 +453,8 @@ def test_one_rank_that_raises_ends_the_job(tmp_path):
     assert run.returncode != 0
     summary = run.stderr[run.stderr.rindex("Root Cause") :]
     assert "the very root of the evil" in summary
+    assert "rank 0 has lost another rank" in run.stderr
+    assert "rank 1 has lost" not in run.stderr
 
 
 def test_a_collective_that_hangs_ends(tmp_path):
@@ -428,6 +463,7 @@ def test_a_collective_that_hangs_ends(tmp_path):
     run = sabotage("hang", 5, 1, tmp_path / "run", "trainer_config.timeout_minutes=0.1")
     assert time.monotonic() - began < 50
     assert run.returncode != 0
+    assert re.search(r"rank 0 has lost another rank.* \(.*[Tt]imed out waiting", run.stderr)
 
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import optimizer as optimizer_module
@@ -478,6 +479,49 @@ def test_muon_makes_its_state_once(monkeypatch):
     first = len(made)
     take_steps(model, optimizer, [2, 3])
     assert len(made) == first > 0
+
+
+def step_as_rank(rank, folder):
+    """What rank `rank` of 1, 2 and of 3 has after three steps of Muon: weights, state, and how much it multiplied."""
+    original, sizes = orthogonalize, []
+    optimizer_module.orthogonalize = lambda m, *options: sizes.append(len(m)) or original(m, *options)
+    torch.set_num_threads(1)  # as conftest.py says to the reference
+    for world_size in (2, 3):
+        if rank >= world_size:
+            continue
+        store = dist.FileStore(f"{folder}/store{world_size}", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        model = make_model(n_layer=4)
+        optimizer = create_optimizer(model, OptimizerConfig(), rank=rank, world_size=world_size)
+        sizes.clear()
+        take_steps(model, optimizer, [1, 2, 3])
+        result = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "sizes": sizes}
+        torch.save(result, f"{folder}/{world_size}-{rank}.pt")
+        dist.destroy_process_group()
+
+
+def test_shared_out_products_are_those_of_one_rank(tmp_path):
+    """Catches ranks that all multiply everything, pieces in a wrong order, padding that counts, and state by rank."""
+    torch.multiprocessing.spawn(step_as_rank, (str(tmp_path),), nprocs=3)
+    model = make_model(n_layer=4)
+    optimizer = create_optimizer(model, OptimizerConfig())
+    take_steps(model, optimizer, [1, 2, 3])
+    # Of three shapes there are 4 matrices, of one 3 x 4; three ranks take 2, 2 and 0 of four, in padding 2 as well.
+    shares = {2: [6, 2, 2, 2], 3: [4, 2, 2, 2]}
+    for world_size, rank in [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]:
+        there = torch.load(tmp_path / f"{world_size}-{rank}.pt", weights_only=True)
+        assert there["sizes"] == shares[world_size] * 3
+        for name, weight in model.state_dict().items():
+            assert torch.equal(there["model"][name], weight), name
+        here = optimizer.state_dict()
+        assert {part: here[part]["param_groups"] for part in here} == {
+            part: there["optimizer"][part]["param_groups"] for part in here
+        }
+        for part in here:
+            for key, state in here[part]["state"].items():
+                assert state.keys() == there["optimizer"][part]["state"][key].keys()
+                for name, value in state.items():
+                    assert torch.equal(value, there["optimizer"][part]["state"][key][name])
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 24, 8), (2, 8, 24)])

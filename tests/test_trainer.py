@@ -4,6 +4,7 @@ Started by torchrun as a program, this file is one rank of the runs that the tes
 """
 
 import copy
+import dataclasses
 import logging
 import math
 import shutil
@@ -30,7 +31,9 @@ from char_dataset import CharDataset, CharVocabulary, WindowSampler
 from config import Config, TrainerConfig, choose_dtype
 from distributed import Ranks, process_group
 from main import build_trainer
+from model import GPT
 from optimizer import learning_rate_factor
+from run_files import RunError
 from snapshot import load_snapshot, save_snapshot
 from trainer import Trainer, step_seed
 
@@ -97,6 +100,18 @@ def watch_gradients(trainer: Trainer) -> list[dict[str, Tensor]]:
         seen.append({n: p.grad.clone() for n, p in trainer.raw_model.named_parameters() if p.grad is not None})
 
     before_each_step(trainer, look)
+    return seen
+
+
+def watch_places(trainer: Trainer) -> list[list[int]]:
+    """Where in memory the gradients are, at the begin of each forward pass; 0 for those that aren't there."""
+    seen: list[list[int]] = []
+
+    def look(model: torch.nn.Module, _: Any) -> None:
+        if model.training:
+            seen.append([0 if p.grad is None else p.grad.data_ptr() for p in model.parameters()])
+
+    trainer.raw_model.register_forward_pre_hook(look)
     return seen
 
 
@@ -207,7 +222,7 @@ def run_as_rank(folder: Path) -> None:
                 "trainer_config.max_steps=3",
                 ranks=ranks,
             )
-            gradients = watch_gradients(trainer)
+            gradients, places = watch_gradients(trainer), watch_places(trainer)
             calls: list[int] = []
 
             def count_and_reduce(state, bucket, calls=calls):  # DDP wants its own annotations or none
@@ -218,6 +233,15 @@ def run_as_rank(folder: Path) -> None:
             trainer.model.register_comm_hook(None, count_and_reduce)
             trainer.fit()
             result[f"gradient{micro}"], result[f"all_reduces{micro}"] = gradients[0], len(calls)
+            result[f"places{micro}"] = places
+
+        trainer = make_trainer(
+            *(folder / "removed", "trainer_config.micro_batch_size=2", NO_CLIPPING, "trainer_config.max_steps=3"),
+            ranks=ranks,
+        )
+        zero_grad: Callable[..., None] = trainer.optimizer.zero_grad
+        vars(trainer.optimizer)["zero_grad"] = lambda set_to_none: zero_grad(set_to_none=True)
+        trainer.fit()
 
         trainer = make_trainer(folder / "evaluation", *DROPOUT, ranks=ranks)
         messages.clear()
@@ -240,7 +264,7 @@ def run_as_rank(folder: Path) -> None:
 
         trainer.raw_model.drop.register_forward_hook(keep_mask)
         trainer.fit()
-        result["masks"] = torch.stack(masks)  # (steps * accumulation, B, T, C)
+        result["masks"] = torch.stack(masks[2:])  # (steps * accumulation, B, T, C), without the two passes before them
 
         settings = [*DROPOUT, "trainer_config.micro_batch_size=2"]
         make_trainer(folder / "straight", *settings, ranks=ranks).fit()
@@ -261,7 +285,8 @@ def rank_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple
         if n not in processes:
             folder = tmp_path_factory.mktemp(f"ranks{n}")
             launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}")
-            processes[n] = folder, run_program(*launcher, __file__, folder, env={"PYTHONPATH": str(PROJECT)})
+            environment = {"PYTHONPATH": str(PROJECT)}
+            processes[n] = folder, run_program(*launcher, __file__, folder, env=environment, timeout=600)
         folder, process = processes[n]
         if process.returncode:
             pytest.fail(f"ranks failed: {process.stderr[:2000]}", pytrace=False)
@@ -316,8 +341,25 @@ def test_ranks_gradient_is_that_of_one_big_batch(alone, tmp_path, rank_runs, n, 
 def test_one_all_reduce_in_each_optimizer_step(rank_runs, n, micro):
     """Catches a missing no_sync, or one entered after the forward pass: an all-reduce for each micro-batch."""
     _, results = rank_runs(n)
-    # The model fits in one of DDP's buckets, so its gradients travel once for each of the run's 3 steps.
-    assert [result[f"all_reduces{micro}"] for result in results] == [3] * n
+    # The model fits in one of DDP's buckets, so its gradients travel once for each of the run's 3 steps, and in the two
+    # passes before the first that settle the buckets.
+    assert [result[f"all_reduces{micro}"] for result in results] == [2 + 3] * n
+
+
+@pytest.mark.parametrize(("n", "micro"), [(n, micro) for n in (2, 3) for micro in MICRO_BATCHES[n]])
+def test_gradients_stay_where_they_are_sent_from(rank_runs, n, micro):
+    """Catches gradients that are removed after a step: DDP would copy each into its bucket in the next one."""
+    folder, results = rank_runs(n)
+    for result in results:
+        first, *others = result[f"places{micro}"][2:]  # without those of the two passes that settle the buckets
+        assert len(others) + 1 == 3 * 12 // (n * micro)
+        assert all(first)
+        assert all(places == first for places in others)
+    if n == 2:  # a copy is multiplied by 1 / n, a gradient in its place divided by n: the same bits for powers of two
+        assert_same_end(folder / "micro2", folder / "removed")
+    kept, removed = read_losses(folder / "micro2"), read_losses(folder / "removed")
+    # Three steps of float32 rounding, as above; a gradient that isn't set to zero shows in 1e-2.
+    assert kept == {step: pytest.approx(loss, abs=1e-5) for step, loss in removed.items()}
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -459,6 +501,68 @@ def test_reads_nothing_from_the_device_in_steps_that_do_not_log(alone, tmp_path,
         make_trainer(tmp_path / str(steps), *settings, f"trainer_config.max_steps={steps}", ranks=alone).fit()
         counts.append(len(reads))
     assert counts[0] == counts[1] > 0  # those of the last step, which logs and evaluates
+
+
+@pytest.mark.parametrize("due", ["log", "save", "eval"])
+def test_accelerators_look_one_step_ahead_of_what_is_due(alone, tmp_path, due):
+    """Catches an evaluation, a report or a snapshot of weights that a loss which is not a number has changed."""
+    settings = [f"trainer_config.{name}_every_steps={5 if name == due else 1000}" for name in ("log", "save", "eval")]
+    trainer = make_trainer(tmp_path, *settings, ranks=alone)
+    trainer.ranks = dataclasses.replace(alone, device=torch.device("cuda"))  # nothing is computed there
+    finite, nan = torch.tensor(1.0), torch.tensor(math.nan)
+    trainer.state.step = 3
+    trainer._agree_to_step(nan, finite)  # nobody looks: that would make the program wait for the device
+    trainer.state.step = 4
+    trainer._agree_to_step(finite, finite)
+    with pytest.raises(RunError, match="step 5: the loss or its gradient is not finite"):
+        trainer._agree_to_step(nan, finite)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", True), ("mps", False), ("xpu", False), ("cpu", False)])
+def test_batches_are_copied_without_waiting_to_cuda_alone(alone, tmp_path, monkeypatch, device, expected):
+    """Catches copies from memory that isn't pinned which are read before they are done: wrong batches on a Mac."""
+    trainer = make_trainer(tmp_path, ranks=alone)
+    trainer.ranks = dataclasses.replace(alone, device=torch.device(device))
+    seen = []
+    monkeypatch.setattr(Tensor, "to", lambda self, device, non_blocking: seen.append((device.type, non_blocking)))
+    next(trainer._batches())
+    assert seen == [(device, expected)] * 2
+
+
+def test_a_compiled_run_compiles_one_graph(alone, tmp_path, monkeypatch):
+    """Catches graphs for evaluation's mode, its last batch and the sample: minutes of waiting on a large model."""
+    graphs: list[Any] = []
+
+    def count(graph, _):  # a backend that compiles nothing
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(GPT, "compile", lambda model: torch.nn.Module.compile(model, backend=count))
+    settings = ["trainer_config.compile=true", "trainer_config.eval_every_steps=2", "trainer_config.max_steps=4"]
+    make_trainer(tmp_path, *settings, "trainer_config.sample_tokens=20", ranks=alone).fit()
+    assert len(graphs) == 1
+
+
+def test_the_long_sample_is_made_once_at_the_end(alone, tmp_path, monkeypatch, caplog):
+    """Catches 500 tokens at every evaluation, while all other ranks wait; and a long one that never comes."""
+    lengths = []
+    generate = GPT.generate
+    monkeypatch.setattr(GPT, "generate", lambda *args, **how: lengths.append(args[2]) or generate(*args, **how))
+    with caplog.at_level(logging.INFO):
+        make_trainer(tmp_path, "trainer_config.sample_tokens=300", ranks=alone).fit()
+    assert lengths == [64, 64, 300]
+    (message,) = [message for message in caplog.messages if message.startswith("a sample:")]
+    assert len(message.removeprefix("a sample:\n\n").removesuffix("\n")) == 300
+
+    lengths.clear()
+    make_trainer(tmp_path / "short", "trainer_config.sample_tokens=20", ranks=alone).fit()
+    assert lengths == [20, 20, 20]
+    stopped = make_trainer(tmp_path / "stopped", "trainer_config.sample_tokens=300", ranks=alone)
+    before_each_step(stopped, lambda: stopped.stop_request._remember(signal.SIGTERM, None))
+    lengths.clear()
+    stopped.fit()
+    assert (stopped.step, lengths) == (2, [])
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
@@ -623,18 +727,14 @@ def test_a_stopped_run_ends_like_one_that_was_not(alone, tmp_path, stop, setting
     assert_same_end(tmp_path / "straight", tmp_path / "stopped")
 
 
-def test_two_stopped_ranks_end_like_ranks_that_were_not(rank_runs):
-    """Catches ranks that go on with rank 0's dropout, or from different places."""
-    folder, _ = rank_runs(2)
+@pytest.mark.parametrize("n", [2, 3])
+def test_stopped_ranks_end_like_ranks_that_were_not(rank_runs, n):
+    """Catches ranks that go on with rank 0's dropout, or from different places.
+
+    With three ranks a sum depends on its order in the last bit: a DDP that is new takes its first step in another one.
+    """
+    folder, _ = rank_runs(n)
     assert_same_end(folder / "straight", folder / "stopped")
-
-
-def test_three_stopped_ranks_end_like_ranks_that_were_not(rank_runs):
-    """Catches the same; with three ranks a sum depends on its order in the last bit, and DDP reorders as it goes."""
-    folder, _ = rank_runs(3)
-    straight, stopped = read_losses(folder / "straight"), read_losses(folder / "stopped")
-    # Ten steps after the stop, rounding has grown to some 1e-6; another mask or window would show in 1e-2.
-    assert stopped[20] == pytest.approx(straight[20], abs=1e-4)
 
 
 def test_a_resumed_run_records_every_step(alone, tmp_path):
