@@ -125,6 +125,13 @@ def test_empty_vocabulary_knows_nothing():
         CharVocabulary("").encode("a")
 
 
+def test_a_text_without_a_prompt_starts_with_a_known_character():
+    """Catches a newline that the vocabulary of a text in one line doesn't have: an error instead of a sample."""
+    assert CharVocabulary.of("one\nand two").start == "\n"
+    for text in ("a single line", "\t~", "李"):
+        assert CharVocabulary.of(text).start in text
+
+
 # --- Split -----------------------------------------------------------------------------------------------------------
 
 
@@ -141,6 +148,15 @@ def test_parts_are_contiguous_and_share_nothing(length, train_split, truncate, b
     seen_in_training = {c for x, y in CharDataset(training, block_size) for c in (*x.tolist(), *y.tolist())}
     evaluated = {c for x, y in evaluation_batches(evaluation, block_size, 4, 0, 1) for c in y.flatten().tolist()}
     assert not seen_in_training & evaluated
+
+
+@pytest.mark.parametrize(
+    "edge", [{"truncate": 1.0}, {"block_size": 1}, {"train_split": 0.01}, {"train_split": 0.99}], ids=str
+)
+def test_the_edges_of_the_ranges_are_allowed(edge):
+    """Catches a limit that shuts out its own value, so that what the message allows is refused."""
+    training, evaluation = split_codes(positions(1000), DataConfig(**{"block_size": 4, **edge}))
+    assert len(training) + len(evaluation) == 1000
 
 
 def test_split_is_a_pure_function():
@@ -288,6 +304,12 @@ def test_epochs_differ_and_a_rerun_repeats_them():
     assert len({tuple(start // 8 for start in order) for order in first}) == 4
     assert first[0] != epoch_of(*sizes, seed=6, epoch=0)
     assert first[0] != sorted(first[0])
+
+
+def test_no_seed_repeats_another_ones_epochs():
+    """Catches seed and epoch that are added: epoch 1 of seed 7 would be epoch 0 of seed 8."""
+    orders = {tuple(epoch_of(1000, 8, 4, 1, 0, seed=seed, epoch=epoch)) for seed in range(6) for epoch in range(6)}
+    assert len(orders) == 36
 
 
 def test_every_phase_occurs():
