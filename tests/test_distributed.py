@@ -1,6 +1,7 @@
 """Who am I among the ranks: real runs of two processes, of two nodes, of one without a launcher."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +12,14 @@ import torch
 import torch.distributed as dist
 from conftest import PROJECT, TINY_RUN, read_losses, run_program
 
-from distributed import choose_device, process_group
+from distributed import (
+    StopRequest,
+    all_reduce_sum,
+    choose_device,
+    gather_on_main,
+    ignore_signals,
+    process_group,
+)
 from snapshot import load_snapshot
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -157,3 +165,57 @@ def test_devices(monkeypatch):
     assert chosen == [1]
     with pytest.raises(ValueError, match=r"local rank 2 .* 2 of type xpu"):
         choose_device(2)
+    assert choose_device(1, "cpu") == torch.device("cpu")
+    assert chosen == [1]
+
+
+def test_a_ranks_device_is_counted_on_its_node(no_launcher):
+    """Catches the rank over all nodes taken for the device's number, and device=cpu that doesn't arrive.
+
+    There is no accelerator in this test: torch is made to say that there are two.
+    """
+    no_launcher.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    no_launcher.setattr(torch.accelerator, "device_count", lambda: 2)
+    no_launcher.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        no_launcher.setenv(name, value)
+    no_launcher.setenv("MASTER_PORT", "0")
+    for wish, device in (("auto", torch.device("xpu", 1)), ("cpu", torch.device("cpu"))):
+        with process_group(1.0, wish) as ranks:
+            assert ranks.device == device
+
+
+def test_sums_of_losses_are_exact(no_launcher):
+    """Catches float32 between the ranks: a sum of millions of losses would lose its last digits."""
+    many = float(2**24 + 1)  # the first whole number that float32 doesn't know
+    with process_group(1.0) as ranks:
+        assert all_reduce_sum([many]) == [many]
+        assert gather_on_main([many], ranks) == [[many]]
+
+
+@pytest.fixture
+def own_handlers():
+    """Signal handlers are put back after the test."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_the_first_signal_is_the_one_that_counts(own_handlers):
+    """Catches an exit code of the last signal: a terminal that closes sends SIGHUP after the scheduler's SIGTERM."""
+    request = StopRequest()
+    request.listen()
+    assert request.signal == 0
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.raise_signal(number)
+        assert request.signal == signal.SIGTERM
+
+
+def test_loader_processes_ignore_both_signals(own_handlers):
+    """Catches a worker that a Ctrl-C ends, with a traceback, before its rank has saved."""
+    ignore_signals(0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.raise_signal(number)  # would end the tests
+        assert signal.getsignal(number) == signal.SIG_IGN

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PROJECT, TINY_RUN, read_losses, run_program, train
+from test_trainer import make_trainer, world_of_one
 
 from snapshot import load_newest, load_snapshot, prepare, save_snapshot
 
@@ -304,6 +305,37 @@ def test_what_rank_0_alone_finds_is_the_last_word(tmp_path):
     assert (tmp_path / "run" / "gpt_snapshot.pt").read_bytes() == b"no snapshot"
 
 
+def test_a_killed_runs_worker_does_not_hold_its_lock(tmp_path):
+    """A loader's worker outlives the run by seconds, with its files: the restart finds the directory taken."""
+    script = textwrap.dedent(
+        """
+        import os, signal, sys
+        from snapshot import lock
+
+        pids, pids_of_workers = os.pipe()
+        run = os.fork()
+        if run == 0:
+            lock(sys.argv[1])
+            if os.fork() == 0:
+                os.write(pids_of_workers, str(os.getpid()).encode())
+                while True:
+                    signal.pause()
+            while True:
+                signal.pause()
+        worker = int(os.read(pids, 20))
+        os.kill(run, signal.SIGKILL)
+        os.waitpid(run, 0)
+        try:
+            lock(sys.argv[1])
+            os.kill(worker, 0)  # it is still there
+        finally:
+            os.kill(worker, signal.SIGKILL)
+        """
+    )
+    run = run_program(sys.executable, "-c", script, tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
 def test_a_refused_run_leaves_the_directory_to_the_other(tmp_path):
     """The second run's clean-up takes away the empty directory that the first has just claimed."""
     run_dir = tmp_path / "run"
@@ -323,11 +355,12 @@ def test_a_refused_run_leaves_the_directory_to_the_other(tmp_path):
 def test_only_our_own_leftovers_are_removed(tmp_path):
     """A clean-up by a wide pattern deletes the files of others."""
     (tmp_path / "model.notes.tmp").write_text("mine")
-    leftover = tmp_path / f"model.pt.{'0a' * 16}.tmp"
-    leftover.write_text("half a snapshot")
+    leftovers = [tmp_path / f"{name}.{'0a' * 16}.tmp" for name in ("model.pt", "model.best.pt")]
+    for leftover in leftovers:
+        leftover.write_text("half a snapshot")
     prepare(str(tmp_path / "model.pt"))
     assert (tmp_path / "model.notes.tmp").exists()
-    assert not leftover.exists()
+    assert not any(leftover.exists() for leftover in leftovers)
 
 
 @pytest.mark.parametrize("where", ["/dev/null/gpt_snapshot.pt", "/proc/gpt_snapshot.pt", "gs://bucket/snapshot.pt"])
@@ -356,6 +389,23 @@ def test_a_best_snapshot_does_not_make_up_for_the_last(tmp_path):
     assert run.returncode == 1
     assert (tmp_path / "run" / "gpt_snapshot.best.pt").exists()
     assert run.stderr.splitlines()[-1].startswith("error: the last snapshot could not be saved")
+
+
+def test_a_save_that_works_again_makes_up_for_one_that_failed(tmp_path, monkeypatch, caplog):
+    """A failure that is remembered for ever: exit code 1 although the end is saved."""
+    replace = os.replace
+    with world_of_one() as ranks:
+        trainer = make_trainer(tmp_path, ranks=ranks)
+
+        def fail_once(source: str, target: str) -> None:
+            if trainer.step == 5:
+                raise OSError("no room")
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", fail_once)
+        trainer.fit()  # raises RunError where the last save has failed
+    assert sum("could not be saved" in message for message in caplog.messages) == 1
+    assert load_snapshot(str(tmp_path / "gpt_snapshot.pt"))["step"] == 20
 
 
 def test_forbidden_is_not_missing(monkeypatch):

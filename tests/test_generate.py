@@ -189,6 +189,70 @@ def test_top_k_and_top_p(snapshot, monkeypatch, capsys):
     assert everything == generated(monkeypatch, capsys, snapshot, "--seed", 3)
 
 
+def test_a_seed_counts_for_several_samples_too(snapshot, monkeypatch, capsys):
+    """Catches a seed that the path for several samples ignores."""
+    arguments = ("--num-samples", 2, "--max-new-tokens", 40, "--seed", 5)
+    assert generated(monkeypatch, capsys, snapshot, *arguments) == generated(monkeypatch, capsys, snapshot, *arguments)
+
+
+def test_defaults_are_those_of_the_help(snapshot, monkeypatch, capsys):
+    """Catches a default that isn't what --help says it is: a temperature of 0.8, one text, 500 characters."""
+    wanted = generated(
+        *(monkeypatch, capsys, snapshot, "--temperature", 0.8, "--num-samples", 1, "--max-new-tokens", 500),
+        *("--seed", 3),
+    )
+    assert generated(monkeypatch, capsys, snapshot, "--seed", 3) == wanted
+
+
+def test_no_new_characters_are_the_prompt_alone(snapshot, monkeypatch, capsys):
+    """Catches an error at the edge of what the message allows."""
+    assert generated(monkeypatch, capsys, snapshot, "--max-new-tokens", 0) == f"{PROMPT}\n"
+
+
+def test_a_text_without_lines_starts_somewhere(snapshot, tmp_path, monkeypatch, capsys):
+    """Catches a newline as the start of every text: a model of a text in one line doesn't know it."""
+    state = load_snapshot(str(snapshot))
+    state["vocabulary"] = state["vocabulary"].replace("\n", "\t")  # still the first in the order
+    save_snapshot(state, str(tmp_path / "one_line.pt"))
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--snapshot", str(tmp_path / "one_line.pt")])
+    generate.main()
+    assert capsys.readouterr().err == "empty prompt: starting from '\\t'\n"
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(snapshot):
+    """Catches a traceback or "Broken pipe" at the end of `python generate.py | head`."""
+    command = [sys.executable, PROJECT / "generate.py", PROMPT, "--snapshot", snapshot, "--max-new-tokens", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(5)
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch):
+    """Catches twenty lines for a reader who has seen enough, and an exit code that says all was well."""
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["generate.py"])
+    monkeypatch.setattr(generate, "generate", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        generate.main()
+    assert stop.value.code == 130
+
+
+def test_a_damaged_best_snapshot_is_not_the_end(snapshot, tmp_path, monkeypatch, capsys):
+    """Catches no text at all although the latest snapshot is whole, and a fall back that nobody is told about."""
+    latest = str(tmp_path / "gpt_snapshot.pt")
+    monkeypatch.setattr(generate, "DEFAULT_SNAPSHOT", latest)
+    shutil.copy(snapshot, latest)
+    Path(best_url(latest)).write_bytes(b"damaged")
+    generate.load_model(None, torch.device("cpu"))
+    assert best_url(latest) in capsys.readouterr().err
+
+
 def test_default_is_the_best_snapshot_else_the_latest(snapshot, tmp_path, monkeypatch):
     """Catches generation from the last snapshot although an earlier one was better, and none when one is missing."""
     latest = str(tmp_path / "gpt_snapshot.pt")

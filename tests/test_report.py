@@ -1,14 +1,18 @@
 """What a run tells people: the figures that it counts itself, and what fits on a screen."""
 
 import contextlib
+import logging
 import os
 import re
 import select
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from conftest import PROJECT, TINY_RUN
+from test_trainer import make_trainer, world_of_one
 
 import report
 from report import Stopwatch
@@ -54,6 +58,55 @@ def test_waiting_for_data_is_what_the_loader_takes(clock):
         clock[0] += 100  # a training step
         seen.append(batch)
     assert (seen, watch.data_seconds) == (["a", "b"], 6)
+
+
+def test_peak_memory_is_in_gigabytes():
+    """Catches kilobytes taken for bytes: a run of a gigabyte would seem to need a megabyte."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("only Linux tells it a second way")
+    peak = int(re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())[0]) * 1024 / 1e9
+    assert report.peak_memory(torch.device("cpu")) == pytest.approx(peak, rel=0.05)
+
+
+def test_a_profile_is_made_by_rank_0_alone(tmp_path):
+    """Catches ranks that write their traces over each other's, and a dry run that writes one."""
+    for is_main, dry_run, has_profiler in ((True, False, True), (False, False, False), (True, True, False)):
+        reporter = report.Reporter(str(tmp_path), is_main, dry_run, profile=True)
+        assert (reporter.profiler is not None) == has_profiler
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "key"),
+    [
+        (["trainer_config.max_steps=5"], 5, "max_steps"),
+        (["trainer_config.max_steps=null"], 24, "max_epochs"),
+        (["trainer_config.patience=1", "trainer_config.eval_every_steps=2"], 4, "patience"),
+    ],
+    ids=["max_steps", "max_epochs", "patience"],
+)
+def test_the_last_line_names_the_key_that_ended_the_run(tmp_path, monkeypatch, caplog, settings, steps, key):
+    """Catches advice that doesn't help: raising max_epochs where max_steps or patience has ended the run."""
+    with world_of_one() as ranks, caplog.at_level(logging.INFO):
+        trainer = make_trainer(tmp_path, *settings, ranks=ranks)
+        monkeypatch.setattr(trainer, "evaluate", lambda: 2.0)
+        trainer.fit()
+    assert trainer.step == steps
+    assert f"to go on, raise trainer_config.{key};" in caplog.messages[-1]
+
+
+def test_a_samples_lines_stay_lines(tmp_path):
+    """Catches a sample that TensorBoard, which reads Markdown, runs together into one line."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reporter = report.Reporter(str(tmp_path), is_main=True)
+    reporter.header([], {}, 0, 1)
+    reporter.evaluation(1, 2.0, "To be\nor not to be")
+    reporter.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (sample,) = events.Tensors("samples/text_summary")
+    assert sample.tensor_proto.string_val[0].decode() == "    To be\n    or not to be"
 
 
 def test_the_bar_fits_80_columns(tmp_path):
