@@ -119,6 +119,12 @@ def test_unknown_characters_are_named(text, unknown):
         CharVocabulary("abz").encode(text)
 
 
+def test_half_a_character_is_no_question_mark():
+    """Catches an encoding that puts "?" for what it can't express, where "?" is a known character."""
+    with pytest.raises(ValueError, match="unknown characters"):
+        CharVocabulary("?ab").encode("a\ud800")
+
+
 def test_empty_vocabulary_knows_nothing():
     """Catches an IndexError at the edge."""
     with pytest.raises(ValueError, match="unknown characters"):
@@ -157,6 +163,13 @@ def test_the_edges_of_the_ranges_are_allowed(edge):
     """Catches a limit that shuts out its own value, so that what the message allows is refused."""
     training, evaluation = split_codes(positions(1000), DataConfig(**{"block_size": 4, **edge}))
     assert len(training) + len(evaluation) == 1000
+
+
+@pytest.mark.parametrize(("length", "cut"), [(15, 13), (16, 14), (19, 17), (20, 18)])
+def test_the_cut_is_rounded_down(length, cut):
+    """Catches a cut that moves by one character: every older snapshot would be refused as one of another text."""
+    training, evaluation = split_codes(positions(length), DataConfig(block_size=1, train_split=0.9))
+    assert (len(training), len(evaluation)) == (cut, length - cut)
 
 
 def test_split_is_a_pure_function():

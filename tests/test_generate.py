@@ -1,5 +1,6 @@
 """Snapshot -> text, as a user types it: what arrives on which stream, from where, and when."""
 
+import io
 import os
 import select
 import shutil
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROJECT, run_program
+from conftest import HANGS, PROJECT, run_program
 from test_trainer import make_trainer, world_of_one
 
 import generate
+import model
 from model import GPT, GPTConfig
 from snapshot import best_url, load_snapshot, previous_url, save_snapshot
 
@@ -88,19 +90,41 @@ def test_an_empty_prompt_starts_from_a_newline_and_says_so(snapshot):
 
 def test_characters_arrive_while_the_text_is_made(snapshot):
     """Catches text that is printed only at the end, and text that waits in a buffer (of 8192 characters)."""
-    tokens = 7000  # some seconds
+    fcntl = pytest.importorskip("fcntl")
+    if not hasattr(fcntl, "F_SETPIPE_SZ"):
+        pytest.skip("only Linux can make a pipe smaller")
+    tokens = 7000  # more than the pipe holds, less than the buffer would
     command = [sys.executable, PROJECT / "generate.py", PROMPT, "--snapshot", snapshot, "--max-new-tokens", str(tokens)]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=buffered) as process:
         try:
             assert process.stdout is not None
-            assert select.select([process.stdout], [], [], 60)[0]
+            assert fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096) < tokens
+            assert select.select([process.stdout], [], [], HANGS)[0]
             first = os.read(process.stdout.fileno(), 2 * tokens).decode()  # what has arrived so far
             assert first.startswith(PROMPT)
             assert len(first) < tokens
             assert process.poll() is None
         finally:
             process.kill()
+
+
+def test_every_character_is_sent_off_before_the_next_is_made(snapshot, monkeypatch):
+    """Catches a flush that is left out, or comes once for many characters, on a machine of any speed."""
+    sent, done = [], []
+
+    class Terminal(io.StringIO):
+        def flush(self) -> None:
+            sent.append(len(self.getvalue()))
+
+    choose = model.choose_token
+    monkeypatch.setattr(model, "choose_token", lambda *a: done.append(max(sent, default=0)) or choose(*a))
+    monkeypatch.setattr(
+        sys, "argv", ["generate.py", PROMPT, "--snapshot", str(snapshot), "--max-new-tokens", "20", "--seed", "1"]
+    )
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    generate.main()
+    assert done[1:] == [len(PROMPT) + n for n in range(1, 20)]  # when the next one is chosen, all before it are out
 
 
 BAD_ARGUMENTS = {

@@ -247,6 +247,7 @@ def test_layer_decay_slows_what_lies_below(name):
         layer = int(key.split(".")[1]) + 1 if layer is None else layer
         peak = 0.2 if is_matrix(key) and name == "muon" else 0.1
         assert rates[id(p)] == peak * 0.5**13 / 0.5**layer * 0.5, key  # powers of two: exact
+    assert optimizer.param_groups[-1]["lr"] == 0.1 * 0.5  # the last group's is the one that is reported
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     take_steps(model, optimizer, [1])
     assert not any(torch.equal(p, before[key]) for key, p in model.named_parameters())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROJECT, TINY_RUN
+from conftest import HANGS, PROJECT, TINY_RUN
 from test_trainer import make_trainer, world_of_one
 
 import report
@@ -119,7 +119,7 @@ def test_the_bar_fits_80_columns(tmp_path):
         os.execvp("sh", ["sh", "-c", f"stty columns 80 rows 24; exec {shlex.join(command)}"])
     output = b""
     with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
-        while select.select([terminal], [], [], 60)[0]:
+        while select.select([terminal], [], [], HANGS)[0]:
             output += os.read(terminal, 1 << 16)
     assert os.waitpid(pid, 0)[1] == 0, output.decode()
     bars = re.findall(r"step [^\r\n]*\|[^\r\n]*", output.decode())

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_program
+from conftest import HANGS, PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_program
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -257,7 +257,7 @@ def run_as_rank(folder: Path) -> None:
             torch.save(results, folder / "results.pt")
 
 
-def run_nodes(n: int, *command: object, timeout: float = 300) -> str:
+def run_nodes(n: int, *command: object) -> str:
     """Run a program on n nodes of one rank each, as n launchers would; what all of them said, if one failed.
 
     Each is local rank 0 of its node: a program that takes that for its place among all ranks computes wrong things.
@@ -277,7 +277,7 @@ def run_nodes(n: int, *command: object, timeout: float = 300) -> str:
         for rank in range(n)
     ]
     try:
-        errors = [node.communicate(timeout=timeout)[1] for node in nodes]
+        errors = [node.communicate(timeout=HANGS)[1] for node in nodes]
     finally:
         for node in nodes:
             node.kill()
