@@ -1,8 +1,8 @@
 """main.py with one fault built in, for test_faults.py: `torchrun tests/sabotage.py FAULT STEP RANK overrides...`.
 
 At optimizer step STEP, rank RANK raises, hangs, gets a gradient that is not a number ("nan"), is killed a moment later
-("kill"), or gets a SIGTERM ("term"). The last two happen once: not again in a restarted run. STEP and RANK may be lists,
-30,80 and 0,1. A fault that comes from inside can't be late, however slow the machine is.
+("kill"), or gets a SIGTERM ("term"). The last two happen once: not again in a restarted run. STEP and RANK may be
+lists, 30,80 and 0,1. A fault that comes from inside can't be late, however slow the machine is.
 """
 
 import os

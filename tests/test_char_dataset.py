@@ -340,6 +340,13 @@ def test_first_step_lasts_for_one_epoch_only():
     assert len(sampler) == len(list(sampler)) == 4 * sampler.steps_per_epoch
 
 
+def test_a_new_sampler_begins_at_the_beginning():
+    """Catches a sampler that can't be used before set_epoch, or leaves out the first step then."""
+    sampler = WindowSampler(CharDataset(positions(1000), 8), 4, 1, 0, 0)
+    assert [int(start) for start in sampler] == epoch_of(1000, 8, 4, 1, 0)
+    assert len(sampler) == 4 * sampler.steps_per_epoch
+
+
 def test_text_too_short_for_a_step_is_explained():
     """Catches an epoch of no steps, which ends at once or loops for ever."""
     with pytest.raises(ValueError, match=r"^the training text has 32 characters, .* needs 33; [^\n]*$"):

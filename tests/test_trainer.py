@@ -809,7 +809,7 @@ def test_an_infinite_gradient_in_float16_costs_one_step_only(alone, tmp_path):
 
 
 @pytest.mark.parametrize("poisoned_step", [2, 4])
-@pytest.mark.parametrize("due", ["log", "save"])
+@pytest.mark.parametrize("due", ["log", "save", "signal"])
 def test_accelerators_look_at_the_loss_before_the_steps_that_wait(alone, tmp_path, monkeypatch, due, poisoned_step):
     """Catches a look that comes one step late: weights that are not numbers would be saved, or the loss logged.
 
@@ -827,6 +827,10 @@ def test_accelerators_look_at_the_loss_before_the_steps_that_wait(alone, tmp_pat
             trainer.ranks = alone
 
     monkeypatch.setattr(trainer, "_agree_to_step", check_as_on_an_accelerator)
+    if due == "signal":  # which is followed by a save
+        trainer.raw_model.register_forward_hook(
+            lambda *_: signal.raise_signal(signal.SIGTERM) if trainer.step == 4 else None
+        )
     poison(trainer, poisoned_step)
     with pytest.raises(RunError, match="step 5"):  # step 5 is the first that is due; weights that are NaN stay NaN
         trainer.fit()
