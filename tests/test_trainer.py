@@ -1013,13 +1013,15 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for(alone, tmp_path, monk
 
 
 def test_the_sample_is_repeatable_and_without_its_prompt(alone, tmp_path):
-    """Catches a sample that draws from the global generator, and one that begins with the newline it started from."""
+    """Catches a sample from the global generator, one without the run's seed, and one that begins with its newline."""
     trainer = make_trainer(tmp_path, "trainer_config.sample_tokens=30", ranks=alone)
     before = torch.get_rng_state()
     first, second = trainer.sample(), trainer.sample()
     assert first == second
     assert len(first) == 30
     assert torch.equal(torch.get_rng_state(), before)
+    trainer.config.seed += 1
+    assert trainer.sample() != first
 
 
 def test_a_prolonged_run_remembers_its_best_loss(alone, tmp_path, monkeypatch):
