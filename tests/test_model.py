@@ -502,8 +502,8 @@ def test_narrow_logits_are_filtered_in_float32():
 
 def test_no_logit_is_too_large_for_a_temperature():
     """Catches infinity minus infinity: a large logit divided by a small temperature is beyond float32."""
-    logits = torch.tensor([[1e10, 0.0, 2e10]])
-    assert choose_token(logits, 1e-29, True, None, None, None).tolist() == [[2]]
+    logits = torch.tensor([[1e10, 0.0, 2e10], [0.0, 1.0, 0.5]])  # each row by its own largest
+    assert choose_token(logits, 1e-29, True, None, None, None).tolist() == [[2], [1]]
 
 
 @pytest.mark.parametrize("parameters", [{"top_k": V}, {"top_k": V + 1}, {"top_k": 10**6}, {"top_p": 1.0}], ids=str)

@@ -109,6 +109,23 @@ def test_a_samples_lines_stay_lines(tmp_path):
     assert sample.tensor_proto.string_val[0].decode() == "    To be\n    or not to be"
 
 
+def test_other_ranks_speak_up_only_when_something_is_wrong(capsys):
+    """Catches every report of a run once for each rank."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        for is_main, wanted in ((True, 2), (False, 1)):
+            report.set_up_logging(is_main, "[rank 1] ", None)
+            logging.getLogger("somebody").info("all is well")
+            logging.getLogger("somebody").warning("something is wrong")
+            lines = capsys.readouterr().err.splitlines()
+            assert len(lines) == wanted
+            assert lines[-1].endswith("[rank 1] something is wrong")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
 def test_the_bar_fits_80_columns(tmp_path):
     """Catches a bar that is cut off or runs over into the next line in a terminal of the usual size."""
     pty = pytest.importorskip("pty")

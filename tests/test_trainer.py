@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from conftest import HANGS, PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_program
 from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -581,7 +582,12 @@ def test_speeds_are_of_whole_steps(alone, tmp_path, monkeypatch):
         now[0] += 2.0
 
     monkeypatch.setattr(CharDataset, "__getitems__", fetch_in_half_a_second)
+
+    def export_a_profile() -> None:
+        now[0] += 30.0
+
     monkeypatch.setattr(trainer, "evaluate", evaluate_in_a_minute)
+    monkeypatch.setattr(trainer.reporter, "step_done", export_a_profile)
     before_each_step(trainer, compute_for_two_seconds)
     trainer.fit()
     # A step: 12 windows of 16 characters in three micro-batches, each of which takes half a second to come.
@@ -877,6 +883,9 @@ def test_a_resumed_run_records_every_step(alone, tmp_path):
     """Catches curves with a hole or a doubled step where a run went on."""
     go_on_after_stop(tmp_path, 13, ranks=alone)
     assert list(read_losses(tmp_path)) == list(range(1, 21))
+    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 21))  # each of them once
     assert list(read_losses(tmp_path, "eval/loss")) == [10, 20]
 
 
