@@ -399,7 +399,7 @@ def test_small_gradients_count_as_much_as_large_ones():
         found = orthogonalize(matrices * scale, torch.float32, 4)
         # The norm is divided out: only the rounding of the product stays, 1e-7 times slopes up to 141.
         torch.testing.assert_close(found, orthogonalize(matrices, torch.float32, 4), rtol=0, atol=1e-4)
-        assert found.dtype == torch.float32
+        assert found.dtype == orthogonalize(matrices, torch.bfloat16, 4).dtype == torch.float32
 
 
 # --- Saving and loading ----------------------------------------------------------------------------------------------
