@@ -19,6 +19,10 @@ torch.set_num_threads(1)
 # What is compared to the bit is compared on the CPU, also where there are GPUs.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+# Seconds after which something counts as hanging. A loaded machine may take ten times as long as an idle one, so no
+# test asks how long something takes: what must happen at once is counted in steps, or by a clock that the test moves.
+HANGS = 300.0
+
 # A run of seconds: a model of 8,000 parameters, 20 steps, in float32 so that results compare exactly.
 TINY_SIZES = [
     "data_config.block_size=16",
@@ -40,7 +44,11 @@ TINY_RUN = [f"data_config.path={SAMPLE_TEXT}", *TINY_SIZES]
 
 
 def run_program(
-    *command: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 100, stdin: str = ""
+    *command: object,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    timeout: float = HANGS,
+    stdin: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of the project in a process of its own, wait for it, and return what it printed."""
     return subprocess.run(

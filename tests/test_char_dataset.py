@@ -119,10 +119,23 @@ def test_unknown_characters_are_named(text, unknown):
         CharVocabulary("abz").encode(text)
 
 
+def test_half_a_character_is_no_question_mark():
+    """Catches an encoding that puts "?" for what it can't express, where "?" is a known character."""
+    with pytest.raises(ValueError, match="unknown characters"):
+        CharVocabulary("?ab").encode("a\ud800")
+
+
 def test_empty_vocabulary_knows_nothing():
     """Catches an IndexError at the edge."""
     with pytest.raises(ValueError, match="unknown characters"):
         CharVocabulary("").encode("a")
+
+
+def test_a_text_without_a_prompt_starts_with_a_known_character():
+    """Catches a newline that the vocabulary of a text in one line doesn't have: an error instead of a sample."""
+    assert CharVocabulary.of("one\nand two").start == "\n"
+    for text in ("a single line", "\t~", "李"):
+        assert CharVocabulary.of(text).start in text
 
 
 # --- Split -----------------------------------------------------------------------------------------------------------
@@ -141,6 +154,22 @@ def test_parts_are_contiguous_and_share_nothing(length, train_split, truncate, b
     seen_in_training = {c for x, y in CharDataset(training, block_size) for c in (*x.tolist(), *y.tolist())}
     evaluated = {c for x, y in evaluation_batches(evaluation, block_size, 4, 0, 1) for c in y.flatten().tolist()}
     assert not seen_in_training & evaluated
+
+
+@pytest.mark.parametrize(
+    "edge", [{"truncate": 1.0}, {"block_size": 1}, {"train_split": 0.01}, {"train_split": 0.99}], ids=str
+)
+def test_the_edges_of_the_ranges_are_allowed(edge):
+    """Catches a limit that shuts out its own value, so that what the message allows is refused."""
+    training, evaluation = split_codes(positions(1000), DataConfig(**{"block_size": 4, **edge}))
+    assert len(training) + len(evaluation) == 1000
+
+
+@pytest.mark.parametrize(("length", "cut"), [(15, 13), (16, 14), (19, 17), (20, 18)])
+def test_the_cut_is_rounded_down(length, cut):
+    """Catches a cut that moves by one character: every older snapshot would be refused as one of another text."""
+    training, evaluation = split_codes(positions(length), DataConfig(block_size=1, train_split=0.9))
+    assert (len(training), len(evaluation)) == (cut, length - cut)
 
 
 def test_split_is_a_pure_function():
@@ -290,6 +319,12 @@ def test_epochs_differ_and_a_rerun_repeats_them():
     assert first[0] != sorted(first[0])
 
 
+def test_no_seed_repeats_another_ones_epochs():
+    """Catches seed and epoch that are added: epoch 1 of seed 7 would be epoch 0 of seed 8."""
+    orders = {tuple(epoch_of(1000, 8, 4, 1, 0, seed=seed, epoch=epoch)) for seed in range(6) for epoch in range(6)}
+    assert len(orders) == 36
+
+
 def test_every_phase_occurs():
     """Catches a phase that is always 0 (a window's first target never has a longer context), or draws too few."""
     phases = {epoch_of(1000, 8, 4, 1, 0, epoch=epoch)[0] % 8 for epoch in range(200)}
@@ -303,6 +338,13 @@ def test_first_step_lasts_for_one_epoch_only():
     assert len(sampler) == len(list(sampler)) == 4 * (sampler.steps_per_epoch - 5)
     sampler.set_epoch(1)
     assert len(sampler) == len(list(sampler)) == 4 * sampler.steps_per_epoch
+
+
+def test_a_new_sampler_begins_at_the_beginning():
+    """Catches a sampler that can't be used before set_epoch, or leaves out the first step then."""
+    sampler = WindowSampler(CharDataset(positions(1000), 8), 4, 1, 0, 0)
+    assert [int(start) for start in sampler] == epoch_of(1000, 8, 4, 1, 0)
+    assert len(sampler) == 4 * sampler.steps_per_epoch
 
 
 def test_text_too_short_for_a_step_is_explained():

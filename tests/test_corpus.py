@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
-from conftest import PROJECT
+from conftest import HANGS, PROJECT
 
 from corpus import download_corpus, read_text
 
@@ -114,7 +114,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not with_body:
             return
         if self.path == "/together":
-            self.server.together.wait(timeout=60)
+            self.server.together.wait(timeout=HANGS)
         is_cut = self.path.startswith("/cut")
         self.wfile.write(BODY[: len(BODY) // 3] if is_cut else BODY)  # HTTP/1.0: the connection closes after this
 
@@ -200,7 +200,7 @@ def test_two_downloads_meet_before_the_rename(server, tmp_path, monkeypatch):
     path, rename, both_have_written = tmp_path / "corpus.txt", os.replace, threading.Barrier(2)
 
     def rename_together(source, target):
-        both_have_written.wait(timeout=30)
+        both_have_written.wait(timeout=HANGS)
         rename(source, target)
 
     monkeypatch.setattr(os, "replace", rename_together)

@@ -1,6 +1,7 @@
 """Who am I among the ranks: real runs of two processes, of two nodes, of one without a launcher."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,10 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PROJECT, TINY_RUN, read_losses, run_program
+from conftest import HANGS, PROJECT, TINY_RUN, read_losses, run_program
 from test_trainer import flatten
 
-from distributed import broadcast_from_main, choose_device, leave_if_lost, process_group
+from distributed import (
+    StopRequest,
+    all_reduce_sum,
+    broadcast_from_main,
+    choose_device,
+    gather_on_main,
+    ignore_signals,
+    leave_if_lost,
+    process_group,
+)
 from snapshot import load_snapshot
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -83,7 +93,7 @@ def test_two_nodes_finish_with_one_writer(tmp_path):
         for _ in range(2)
     ]
     try:
-        outputs = [node.communicate(timeout=100) for node in nodes]
+        outputs = [node.communicate(timeout=HANGS) for node in nodes]
     finally:
         for node in nodes:
             node.kill()
@@ -113,13 +123,13 @@ def test_a_failure_of_one_rank_fails_the_job(tmp_path):
     program = tmp_path / "fails.py"
     program.write_text(
         "from distributed import process_group, all_gather\n"
-        "with process_group(1.0) as ranks:\n"
+        "with process_group(30.0) as ranks:\n"
         "    all_gather(ranks.rank)\n"
         "    assert ranks.rank != 1, 'this rank fails'\n"
         "    all_gather(ranks.rank)\n"  # the others wait here, and must not wait for long
     )
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    process = run_program(*launcher, program, env={"PYTHONPATH": str(PROJECT)}, timeout=30)
+    process = run_program(*launcher, program, env={"PYTHONPATH": str(PROJECT)})
     assert process.returncode != 0
     assert "this rank fails" in process.stderr
 
@@ -262,7 +272,7 @@ def test_keeps_the_launchers_address_and_port(no_launcher, has_rank):
         no_launcher.setenv(name, value)
     with process_group(1.0):
         assert {name: os.environ[name] for name in given} == given
-        socket.create_connection(("localhost", port), timeout=5).close()  # that is where the ranks meet
+        socket.create_connection(("localhost", port), timeout=HANGS).close()  # that is where the ranks meet
 
 
 def test_a_world_of_one_without_a_launcher(no_launcher):
@@ -287,6 +297,8 @@ def test_devices(monkeypatch):
     assert chosen == [1]
     with pytest.raises(ValueError, match=r"local rank 2 .* 2 of type xpu"):
         choose_device(2)
+    assert choose_device(1, "cpu") == torch.device("cpu")
+    assert chosen == [1]
 
 
 def test_a_task_that_sees_one_device_takes_it(monkeypatch):
@@ -301,3 +313,58 @@ def test_a_task_that_sees_one_device_takes_it(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(ValueError, match=r"local rank 3 .* 1 of type xpu"):
         choose_device(3)
+
+
+def test_a_ranks_device_is_counted_on_its_node(no_launcher):
+    """Catches the rank over all nodes taken for the device's number, and device=cpu that doesn't arrive.
+
+    There is no accelerator in this test: torch is made to say that there are two.
+    """
+    no_launcher.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    no_launcher.setattr(torch.accelerator, "device_count", lambda: 2)
+    no_launcher.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        no_launcher.setenv(name, value)
+    no_launcher.setenv("MASTER_PORT", "0")
+    for wish, device in (("auto", torch.device("xpu", 1)), ("cpu", torch.device("cpu"))):
+        with process_group(1.0, wish) as ranks:
+            assert ranks.device == device
+
+
+def test_sums_of_losses_are_exact(no_launcher):
+    """Catches float32 between the ranks: a sum of millions of losses would lose its last digits."""
+    many = float(2**24 + 1)  # the first whole number that float32 doesn't know
+    with process_group(1.0) as ranks:
+        assert all_reduce_sum([many]) == [many]
+        assert gather_on_main([many], ranks) == [[many]]
+
+
+@pytest.fixture
+def own_handlers():
+    """Signal handlers are put back after the test."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}  # or one would end the tests
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_the_first_signal_is_the_one_that_counts(own_handlers):
+    """Catches an exit code of the last signal: a terminal that closes sends SIGHUP after the scheduler's SIGTERM."""
+    request = StopRequest()
+    request.listen()
+    assert request.signal == 0
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.raise_signal(number)
+        assert request.signal == signal.SIGTERM
+
+
+def test_loader_processes_ignore_both_signals(own_handlers):
+    """Catches a worker that a Ctrl-C ends, with a traceback, before its rank has saved."""
+    noticed = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: noticed.append(number))
+    ignore_signals(0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.raise_signal(number)
+    assert noticed == []

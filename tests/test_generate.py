@@ -1,5 +1,6 @@
 """Snapshot -> text, as a user types it: what arrives on which stream, from where, and when."""
 
+import io
 import os
 import select
 import shutil
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROJECT, run_program
+from conftest import HANGS, PROJECT, run_program
 from test_trainer import make_trainer, world_of_one
 
 import generate
+import model
 from model import GPT, GPTConfig
 from snapshot import best_url, load_snapshot, previous_url, save_snapshot
 
@@ -88,19 +90,41 @@ def test_an_empty_prompt_starts_from_a_newline_and_says_so(snapshot):
 
 def test_characters_arrive_while_the_text_is_made(snapshot):
     """Catches text that is printed only at the end, and text that waits in a buffer (of 8192 characters)."""
-    tokens = 7000  # some seconds
+    fcntl = pytest.importorskip("fcntl")
+    if not hasattr(fcntl, "F_SETPIPE_SZ"):
+        pytest.skip("only Linux can make a pipe smaller")
+    tokens = 7000  # more than the pipe holds, less than the buffer would
     command = [sys.executable, PROJECT / "generate.py", PROMPT, "--snapshot", snapshot, "--max-new-tokens", str(tokens)]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=buffered) as process:
         try:
             assert process.stdout is not None
-            assert select.select([process.stdout], [], [], 60)[0]
+            assert fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096) < tokens
+            assert select.select([process.stdout], [], [], HANGS)[0]
             first = os.read(process.stdout.fileno(), 2 * tokens).decode()  # what has arrived so far
             assert first.startswith(PROMPT)
             assert len(first) < tokens
             assert process.poll() is None
         finally:
             process.kill()
+
+
+def test_every_character_is_sent_off_before_the_next_is_made(snapshot, monkeypatch):
+    """Catches a flush that is left out, or comes once for many characters, on a machine of any speed."""
+    sent, done = [], []
+
+    class Terminal(io.StringIO):
+        def flush(self) -> None:
+            sent.append(len(self.getvalue()))
+
+    choose = model.choose_token
+    monkeypatch.setattr(model, "choose_token", lambda *a: done.append(max(sent, default=0)) or choose(*a))
+    monkeypatch.setattr(
+        sys, "argv", ["generate.py", PROMPT, "--snapshot", str(snapshot), "--max-new-tokens", "20", "--seed", "1"]
+    )
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    generate.main()
+    assert done[1:] == [len(PROMPT) + n for n in range(1, 20)]  # when the next one is chosen, all before it are out
 
 
 BAD_ARGUMENTS = {
@@ -187,6 +211,70 @@ def test_top_k_and_top_p(snapshot, monkeypatch, capsys):
     assert generated(monkeypatch, capsys, snapshot, "--top-p", 1e-6, "--temperature", 5) == greedy
     everything = generated(monkeypatch, capsys, snapshot, "--top-k", 10_000, "--top-p", 1, "--seed", 3)
     assert everything == generated(monkeypatch, capsys, snapshot, "--seed", 3)
+
+
+def test_a_seed_counts_for_several_samples_too(snapshot, monkeypatch, capsys):
+    """Catches a seed that the path for several samples ignores."""
+    arguments = ("--num-samples", 2, "--max-new-tokens", 40, "--seed", 5)
+    assert generated(monkeypatch, capsys, snapshot, *arguments) == generated(monkeypatch, capsys, snapshot, *arguments)
+
+
+def test_defaults_are_those_of_the_help(snapshot, monkeypatch, capsys):
+    """Catches a default that isn't what --help says it is: a temperature of 0.8, one text, 500 characters."""
+    wanted = generated(
+        *(monkeypatch, capsys, snapshot, "--temperature", 0.8, "--num-samples", 1, "--max-new-tokens", 500),
+        *("--seed", 3),
+    )
+    assert generated(monkeypatch, capsys, snapshot, "--seed", 3) == wanted
+
+
+def test_no_new_characters_are_the_prompt_alone(snapshot, monkeypatch, capsys):
+    """Catches an error at the edge of what the message allows."""
+    assert generated(monkeypatch, capsys, snapshot, "--max-new-tokens", 0) == f"{PROMPT}\n"
+
+
+def test_a_text_without_lines_starts_somewhere(snapshot, tmp_path, monkeypatch, capsys):
+    """Catches a newline as the start of every text: a model of a text in one line doesn't know it."""
+    state = load_snapshot(str(snapshot))
+    state["vocabulary"] = state["vocabulary"].replace("\n", "\t")  # still the first in the order
+    save_snapshot(state, str(tmp_path / "one_line.pt"))
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--snapshot", str(tmp_path / "one_line.pt")])
+    generate.main()
+    assert capsys.readouterr().err == "empty prompt: starting from '\\t'\n"
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(snapshot):
+    """Catches a traceback or "Broken pipe" at the end of `python generate.py | head`."""
+    command = [sys.executable, PROJECT / "generate.py", PROMPT, "--snapshot", snapshot, "--max-new-tokens", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(5)
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch):
+    """Catches twenty lines for a reader who has seen enough, and an exit code that says all was well."""
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["generate.py"])
+    monkeypatch.setattr(generate, "generate", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        generate.main()
+    assert stop.value.code == 130
+
+
+def test_a_damaged_best_snapshot_is_not_the_end(snapshot, tmp_path, monkeypatch, capsys):
+    """Catches no text at all although the latest snapshot is whole, and a fall back that nobody is told about."""
+    latest = str(tmp_path / "gpt_snapshot.pt")
+    monkeypatch.setattr(generate, "DEFAULT_SNAPSHOT", latest)
+    shutil.copy(snapshot, latest)
+    Path(best_url(latest)).write_bytes(b"damaged")
+    generate.load_model(None, torch.device("cpu"))
+    assert best_url(latest) in capsys.readouterr().err
 
 
 def test_default_is_the_best_snapshot_else_the_latest(snapshot, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -220,6 +221,41 @@ def test_local_rank_0_downloads_for_its_node(tmp_path, monkeypatch, local_rank, 
         path, why_bundled = main.find_text("data/input.txt", Ranks(3, local_rank, 4, torch.device("cpu")))
     assert targets == [tmp_path / "data" / "input.txt"] * downloads
     assert (path, why_bundled) == (str(tmp_path / "data" / "input.txt"), "")
+
+
+def test_the_others_wait_for_the_rank_that_downloads(tmp_path):
+    """Catches ranks that look for a text before it is there, and end with "can't be read" on the very first start."""
+    program = tmp_path / "slow.py"
+    program.write_text(
+        textwrap.dedent(
+            f"""
+            import sys, time
+            from pathlib import Path
+            import main
+            from distributed import process_group
+
+            main.PROJECT = Path({str(tmp_path)!r})
+            is_looking = main.PROJECT / "rank 1 is looking"
+
+            def download_slowly(path):
+                while not is_looking.exists():
+                    time.sleep(0.01)
+                time.sleep(1.0)
+                path.parent.mkdir()
+                path.write_text("at last")
+
+            main.download_corpus = download_slowly
+            with process_group(5.0, "cpu") as ranks:
+                if ranks.rank == 1:
+                    is_looking.touch()
+                path, warning = main.find_text("data/input.txt", ranks)
+                assert (Path(path).read_text(), warning) == ("at last", "")
+            """
+        )
+    )
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    process = run_program(*launcher, program, env={"PYTHONPATH": str(PROJECT)})
+    assert process.returncode == 0, process.stderr
 
 
 def test_works_from_another_directory_with_relative_paths(tmp_path):

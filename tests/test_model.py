@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from model import GPT, MODEL_TYPES, ArchitectureConfig, CausalSelfAttention, GPTConfig, gelu
+from model import (
+    GPT,
+    MODEL_TYPES,
+    ArchitectureConfig,
+    CausalSelfAttention,
+    GPTConfig,
+    gelu,
+    scaled_dot_product_attention,
+)
 from sampling import choose_token
 
 V, T, C = 17, 12, 32  # vocab_size, block_size, n_embd of most models here
@@ -82,6 +90,7 @@ def test_table_of_names_is_the_published_one():
     assert {name: tuple(map(int, numbers)) for name, *numbers in rows} == MODEL_TYPES
     config = GPTConfig(vocab_size=V, block_size=T, model_type="gpt2-large")
     assert (config.n_layer, config.n_head, config.n_embd) == (36, 20, 1280)
+    assert GPTConfig(**vars(config)) == config  # as a snapshot stores it
 
 
 # --- Parameters ------------------------------------------------------------------------------------------------------
@@ -268,6 +277,33 @@ def test_dropout_is_off_in_evaluation_and_on_in_training(where):
     assert torch.equal(model.generate(idx, 20), without.generate(idx, 20))  # evaluation mode all by itself
 
 
+@pytest.mark.parametrize("branch", ["attn", "mlp"])
+def test_both_branches_drop_out_at_their_end(branch):
+    """Catches resid_pdrop that reaches one of the two branches only."""
+    part = getattr(make_model(resid_pdrop=0.5).train().h[0], branch)
+    torch.manual_seed(0)
+    out = part(torch.randn(8, T, C))
+    # Of 3,072 numbers: 0.1 is 11 deviations.
+    assert (out == 0).double().mean() == pytest.approx(0.5, abs=0.1)
+
+
+def test_attention_under_autocast_on_a_cpu_is_that_of_float32():
+    """Catches the slow narrow kernel, a lost mask or dropout, and a result of another type than the input."""
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, T, 8, generator=random).to(torch.bfloat16) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = scaled_dot_product_attention(q, k, v, 0.0, is_causal=True)
+        torch.manual_seed(0)
+        dropped = scaled_dot_product_attention(q, k, v, 0.9, is_causal=True)
+    scores = q.double() @ k.double().mT / math.sqrt(8)
+    is_later = torch.ones(T, T, dtype=torch.bool).triu(1)
+    wanted = torch.softmax(scores.masked_fill(is_later, -math.inf), dim=-1) @ v.double()
+    assert found.dtype == torch.bfloat16
+    # One rounding to bfloat16, of 8 bits, at the end; roundings in between as well show in some of 768 numbers.
+    assert ((found.double() - wanted).abs() <= wanted.abs() / 256 + 1e-6).all()
+    assert not torch.equal(dropped, found)
+
+
 # --- The whole function ----------------------------------------------------------------------------------------------
 
 
@@ -350,6 +386,7 @@ def test_model_can_be_converted_to_another_type(dtype, tolerance):
     wanted, _ = model(idx)
     logits, _ = model.to(dtype)(idx)
     assert logits.dtype == dtype
+    assert model(idx, idx)[1].dtype == torch.float32  # 16 bits are too few to sum up the losses
     # Logits are below 1. Attention may compute in float32, whose rounding is near 1e-6; bfloat16's is near 0.005.
     torch.testing.assert_close(logits.float(), wanted, rtol=0, atol=tolerance)
 
@@ -431,6 +468,42 @@ def test_temperature_below_float32_is_greedy():
     """Catches 0 / 0: a positive temperature that float32 rounds to 0 makes every probability NaN."""
     logits = torch.tensor([[0.5, 2.0, -1.0]])
     assert choose_token(logits, 1e-50, True, None, None, None).tolist() == [[1]]
+
+
+def test_a_low_temperature_is_not_greedy_yet():
+    """Catches a threshold for greedy that is too high: at 0.0005 a token that is nearly as likely is drawn, too."""
+    logits = torch.tensor([[0.0, -0.0002]]).expand(1000, -1)
+    draws = choose_token(logits, 5e-4, True, None, None, torch.Generator().manual_seed(0))
+    # exp(-0.4) = 0.67 to 1: 0.40 of the draws, with a deviation of 0.016.
+    assert draws.double().mean() == pytest.approx(0.4, abs=0.08)
+
+
+def test_equally_likely_tokens_all_stay():
+    """Catches top-k that keeps one of several that share the k-th place, whichever the sort has put first."""
+    logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]]).expand(2000, -1)
+    draws = choose_token(logits, 1.0, True, 2, None, torch.Generator().manual_seed(0))
+    assert set(draws.flatten().tolist()) == {0, 1, 2, 3}
+
+
+def test_top_p_ends_where_p_is_reached():
+    """Catches a token too many where the likelier ones have p to the bit."""
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).log().expand(2000, -1)
+    for p, wanted in ((0.5, {0}), (0.501, {0, 1}), (0.75, {0, 1})):
+        draws = choose_token(logits, 1.0, True, None, p, torch.Generator().manual_seed(0))
+        assert len(set(draws.flatten().tolist())) == len(wanted), p
+
+
+def test_narrow_logits_are_filtered_in_float32():
+    """Catches probabilities summed up in bfloat16: 8 bits can't tell 510 of 1,024 equal ones from 511."""
+    logits = torch.zeros(1, 1024, dtype=torch.bfloat16).expand(10_000, -1)
+    draws = choose_token(logits, 1.0, True, None, 0.499, torch.Generator().manual_seed(0))
+    assert len(set(draws.flatten().tolist())) == 511  # each of them is drawn some 20 times
+
+
+def test_no_logit_is_too_large_for_a_temperature():
+    """Catches infinity minus infinity: a large logit divided by a small temperature is beyond float32."""
+    logits = torch.tensor([[1e10, 0.0, 2e10], [0.0, 1.0, 0.5]])  # each row by its own largest
+    assert choose_token(logits, 1e-29, True, None, None, None).tolist() == [[2], [1]]
 
 
 @pytest.mark.parametrize("parameters", [{"top_k": V}, {"top_k": V + 1}, {"top_k": 10**6}, {"top_p": 1.0}], ids=str)
@@ -531,6 +604,20 @@ def test_stream_yields_what_generate_returns():
         assert torch.is_grad_enabled()  # no_grad must not leak out of a suspended generator
         streamed.append(token)
     assert torch.equal(torch.cat((idx, *streamed), dim=1), model.generate(idx, 20))
+
+
+def test_a_narrow_model_writes_text():
+    """Catches a cache of another type than the model's: its keys would not fit the queries."""
+    model = make_model().to(torch.bfloat16)
+    assert model.generate(tokens(2, 3), 2 * T).shape == (2, 3 + 2 * T)
+
+
+def test_writing_builds_no_graph():
+    """Catches gradients that are kept for every token: memory that grows with the text."""
+    model, needs_gradient = make_model(), []
+    model.ln_f.register_forward_hook(lambda module, inputs, output: needs_gradient.append(output.requires_grad))
+    model.generate(tokens(1, 3), 5)
+    assert needs_gradient == [False] * 5
 
 
 class PowerCutError(Exception):

@@ -89,6 +89,25 @@ def test_bad_configuration_is_refused(wrong):
     assert str(caught.value).startswith(f"optimizer_config.{name}={value}: ")
 
 
+@pytest.mark.parametrize(
+    "edge",
+    [
+        {"weight_decay": 0.0},
+        {"betas": (0.0, 0.0)},
+        {"warmup_steps": 0},
+        {"min_lr_ratio": 0.0},
+        {"min_lr_ratio": 1.0},
+        {"layer_decay": 1.0},
+    ],
+    ids=str,
+)
+def test_the_edges_of_the_ranges_are_allowed(edge):
+    """Catches a limit that shuts out its own value, so that what the message allows is refused."""
+    model = make_model()
+    take_steps(model, create_optimizer(model, OptimizerConfig(**edge)), [1])
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_betas_may_be_a_list():
     """Catches a list that breaks the comparison with what a snapshot holds: YAML knows no tuples."""
     assert OptimizerConfig(betas=[0.8, 0.9]) == OptimizerConfig(betas=(0.8, 0.9))
@@ -229,6 +248,7 @@ def test_layer_decay_slows_what_lies_below(name):
         layer = int(key.split(".")[1]) + 1 if layer is None else layer
         peak = 0.2 if is_matrix(key) and name == "muon" else 0.1
         assert rates[id(p)] == peak * 0.5**13 / 0.5**layer * 0.5, key  # powers of two: exact
+    assert optimizer.param_groups[-1]["lr"] == 0.1 * 0.5  # the last group's is the one that is reported
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     take_steps(model, optimizer, [1])
     assert not any(torch.equal(p, before[key]) for key, p in model.named_parameters())
@@ -295,6 +315,17 @@ def test_muon_steps_matrices_by_muon_and_the_rest_by_adamw():
             torch.testing.assert_close(p, q, rtol=0, atol=1e-3 if is_matrix(key) else 1e-6, msg=key)
 
 
+def test_bfloat16_is_what_muon_computes_in():
+    """Catches a type that never arrives at the products: twice the time, and nobody notices."""
+    models = [make_model(), make_model()]
+    for model, dtype in zip(models, (torch.float32, torch.bfloat16), strict=True):
+        take_steps(model, create_optimizer(model, OptimizerConfig(name="muon"), dtype), [1])
+    for (key, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p, q) != is_matrix(key), key
+        # Entries of the update are below 1, with 8 bits, in a step of 0.03.
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-3)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_learning_rate_zero_moves_nothing(name):
     """Catches a part that keeps a learning rate of its own: the schedule would not reach it."""
@@ -344,6 +375,32 @@ def test_overflow_skips_the_whole_step(name, where):
     scaled_step(2)
     take_steps(twin, twins_optimizer, [1, 2])
     assert_same(model, twin)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_of_zeros_moves_nothing(dtype):
+    """Catches 0 / 0: a matrix whose gradient is all zeros, as of a layer that isn't used, would become NaN."""
+    model = make_model()
+    optimizer = create_optimizer(model, OptimizerConfig(name="muon", weight_decay=0.0), dtype)
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    set_gradients(model, 1)
+    for key, p in model.named_parameters():
+        if key.startswith("h.0."):  # the other block's matrices are orthogonalized beside these
+            p.grad.zero_()
+    optimizer.step()
+    for key, p in model.named_parameters():
+        assert torch.equal(p, before[key]) == key.startswith("h.0."), key
+        assert p.isfinite().all(), key
+
+
+def test_small_gradients_count_as_much_as_large_ones():
+    """Catches a lower limit on the norm that is there to save zeros, and weakens small gradients as well."""
+    matrices = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1))
+    for scale in (1e-5, 1e5):
+        found = orthogonalize(matrices * scale, torch.float32, 4)
+        # The norm is divided out: only the rounding of the product stays, 1e-7 times slopes up to 141.
+        torch.testing.assert_close(found, orthogonalize(matrices, torch.float32, 4), rtol=0, atol=1e-4)
+        assert found.dtype == orthogonalize(matrices, torch.bfloat16, 4).dtype == torch.float32
 
 
 # --- Saving and loading ----------------------------------------------------------------------------------------------

@@ -1,14 +1,18 @@
 """What a run tells people: the figures that it counts itself, and what fits on a screen."""
 
 import contextlib
+import logging
 import os
 import re
 import select
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import PROJECT, TINY_RUN
+import torch
+from conftest import HANGS, PROJECT, TINY_RUN
+from test_trainer import make_trainer, world_of_one
 
 import report
 from report import Stopwatch
@@ -56,6 +60,72 @@ def test_waiting_for_data_is_what_the_loader_takes(clock):
     assert (seen, watch.data_seconds) == (["a", "b"], 6)
 
 
+def test_peak_memory_is_in_gigabytes():
+    """Catches kilobytes taken for bytes: a run of a gigabyte would seem to need a megabyte."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("only Linux tells it a second way")
+    peak = int(re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())[0]) * 1024 / 1e9
+    assert report.peak_memory(torch.device("cpu")) == pytest.approx(peak, rel=0.05)
+
+
+def test_a_profile_is_made_by_rank_0_alone(tmp_path):
+    """Catches ranks that write their traces over each other's, and a dry run that writes one."""
+    for is_main, dry_run, has_profiler in ((True, False, True), (False, False, False), (True, True, False)):
+        reporter = report.Reporter(str(tmp_path), is_main, dry_run, profile=True)
+        assert (reporter.profiler is not None) == has_profiler
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "key"),
+    [
+        (["trainer_config.max_steps=5"], 5, "max_steps"),
+        (["trainer_config.max_steps=null"], 24, "max_epochs"),
+        (["trainer_config.patience=1", "trainer_config.eval_every_steps=2"], 4, "patience"),
+    ],
+    ids=["max_steps", "max_epochs", "patience"],
+)
+def test_the_last_line_names_the_key_that_ended_the_run(tmp_path, monkeypatch, caplog, settings, steps, key):
+    """Catches advice that doesn't help: raising max_epochs where max_steps or patience has ended the run."""
+    with world_of_one() as ranks, caplog.at_level(logging.INFO):
+        trainer = make_trainer(tmp_path, *settings, ranks=ranks)
+        monkeypatch.setattr(trainer, "evaluate", lambda: 2.0)
+        trainer.fit()
+    assert trainer.step == steps
+    assert f"to go on, raise trainer_config.{key};" in caplog.messages[-1]
+
+
+def test_a_samples_lines_stay_lines(tmp_path):
+    """Catches a sample that TensorBoard, which reads Markdown, runs together into one line."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reporter = report.Reporter(str(tmp_path), is_main=True)
+    reporter.header([], {}, 0, 1)
+    reporter.evaluation(1, 2.0, "To be\nor not to be")
+    reporter.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (sample,) = events.Tensors("samples/text_summary")
+    assert sample.tensor_proto.string_val[0].decode() == "    To be\n    or not to be"
+
+
+def test_other_ranks_speak_up_only_when_something_is_wrong(capsys):
+    """Catches every report of a run once for each rank."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        for is_main, wanted in ((True, 2), (False, 1)):
+            report.set_up_logging(is_main, "[rank 1] ", None)
+            logging.getLogger("somebody").info("all is well")
+            logging.getLogger("somebody").warning("something is wrong")
+            lines = capsys.readouterr().err.splitlines()
+            assert len(lines) == wanted
+            assert lines[-1].endswith("[rank 1] something is wrong")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
 def test_the_bar_fits_80_columns(tmp_path):
     """Catches a bar that is cut off or runs over into the next line in a terminal of the usual size."""
     pty = pytest.importorskip("pty")
@@ -66,7 +136,7 @@ def test_the_bar_fits_80_columns(tmp_path):
         os.execvp("sh", ["sh", "-c", f"stty columns 80 rows 24; exec {shlex.join(command)}"])
     output = b""
     with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
-        while select.select([terminal], [], [], 60)[0]:
+        while select.select([terminal], [], [], HANGS)[0]:
             output += os.read(terminal, 1 << 16)
     assert os.waitpid(pid, 0)[1] == 0, output.decode()
     bars = re.findall(r"step [^\r\n]*\|[^\r\n]*", output.decode())

@@ -175,6 +175,65 @@ def test_set_aside_loses_nothing(url, tmp_path):
         assert filesystem.cat_file(name) == content
 
 
+@pytest.mark.skipif(os.name != "posix", reason="only there can a directory be brought to the disk")
+def test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_end(tmp_path, monkeypatch):
+    """Catches a power cut that leaves an empty snapshot: no fsync of file or directory, one too early, one too late."""
+    url = str(tmp_path / "gpt_snapshot.pt")
+    save_snapshot(small_snapshot(1), url)
+    done: list[tuple[str, int, int]] = []  # (what, which inode, how many bytes it had)
+    fsync, rename = os.fsync, os.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        done.append(("fsync", status.st_ino, status.st_size))
+        fsync(descriptor)
+
+    def noted_rename(source: str, target: str) -> None:
+        done.append(("rename", os.stat(source).st_ino, os.path.getsize(source)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_rename)
+    save_snapshot(small_snapshot(2), url)
+    there = os.stat(url)
+    written = done.index(("fsync", there.st_ino, there.st_size))  # with all its bytes, none of them in Python's buffer
+    renames = [i for i, (what, *_) in enumerate(done) if what == "rename"]
+    assert done[renames[-1]][1] == there.st_ino
+    assert written < renames[0]  # before the old one leaves its place, too
+    assert (
+        max(i for i, (what, inode, _) in enumerate(done) if (what, inode) == ("fsync", os.stat(tmp_path).st_ino))
+        > (renames[-1])
+    )
+
+
+def test_a_store_that_does_not_answer_is_not_an_empty_one(monkeypatch):
+    """Catches fsspec's own `exists`, which takes a time-out for "no": the predecessor would be lost in silence."""
+    url = f"memory://{uuid.uuid4().hex}/gpt_snapshot.pt"
+    filesystem, _ = fsspec.url_to_fs(url)
+    save_snapshot(small_snapshot(1), url)
+
+    def no_answer(*_: Any, **__: Any) -> None:
+        raise TimeoutError("no answer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(filesystem), "info", no_answer)
+        with pytest.raises(OSError, match="no answer"):
+            save_snapshot(small_snapshot(2), url)
+    assert is_snapshot_of(1, load_snapshot(url))
+
+
+def test_tensors_arrive_on_the_cpu(tmp_path, monkeypatch):
+    """Catches a snapshot from a GPU that can't be read where there is none. No GPU here: what torch is asked counts."""
+    asked = []
+    load = torch.load
+    monkeypatch.setattr(
+        torch, "load", lambda *a, **options: asked.append(options["map_location"]) or load(*a, **options)
+    )
+    save_snapshot(small_snapshot(1), str(tmp_path / "gpt_snapshot.pt"))
+    load_snapshot(str(tmp_path / "gpt_snapshot.pt"))
+    assert [torch.device(place).type for place in asked] == ["cpu"]
+
+
 # ------------------------------------------------------------------------------------ damage
 
 

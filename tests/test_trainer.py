@@ -1,14 +1,16 @@
 """The training loop: steps, accumulation, ranks, evaluation, and going on after a stop.
 
-Started by torchrun as a program, this file is one rank of the runs that the tests below compare.
+Started as a program by torchrun or by `run_nodes`, this file is one rank of the runs that the tests below compare.
 """
 
 import copy
 import dataclasses
 import logging
 import math
+import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,23 +21,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_program
+from conftest import HANGS, PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_program
 from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import optimizer as optimizer_module
+import report
 import run_files
 import trainer as trainer_module
 from char_dataset import CharDataset, CharVocabulary, WindowSampler
 from config import Config, TrainerConfig, choose_dtype
-from distributed import Ranks, process_group
+from distributed import Ranks, all_reduce_max, process_group
 from main import build_trainer
 from model import GPT
 from optimizer import learning_rate_factor
 from run_files import RunError
 from snapshot import load_snapshot, save_snapshot
-from trainer import Trainer, step_seed
+from trainer import Trainer, sample, step_seed
 
 # What the tests below vary; a step is always the same 12 windows.
 MICRO_BATCHES = {1: (12, 6, 4, 3), 2: (6, 3, 2), 3: (4, 2, 1)}  # ranks: sequences in a forward pass
@@ -247,6 +252,7 @@ def run_as_rank(folder: Path) -> None:
         messages.clear()
         result["evaluation"] = trainer.evaluate()
         result["evaluation_messages"] = list(messages)
+        result["maximum"] = all_reduce_max([ranks.rank, 5, -ranks.rank])
         result["initial_weights"] = before_ddp[-1]
 
         make_trainer(folder / "losses", ranks=ranks).fit()
@@ -276,20 +282,53 @@ def run_as_rank(folder: Path) -> None:
             torch.save(results, folder / "results.pt")
 
 
+def run_nodes(n: int, *command: object) -> str:
+    """Run a program on n nodes of one rank each, as n launchers would; what all of them said, if one failed.
+
+    Each is local rank 0 of its node: a program that takes that for its place among all ranks computes wrong things.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"LOCAL_RANK": "0", "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env={**os.environ, "PYTHONPATH": str(PROJECT), **common, "RANK": str(rank)},
+            cwd=PROJECT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(n)
+    ]
+    try:
+        errors = [node.communicate(timeout=HANGS)[1] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    return "\n".join(errors) if any(node.returncode for node in nodes) else ""
+
+
 @pytest.fixture(scope="module")
 def rank_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, list[dict[str, Any]]]]:
-    """Runs of 2 or 3 real processes, each started once: number of ranks -> (folder, results by rank)."""
-    processes: dict[int, tuple[Path, subprocess.CompletedProcess[str]]] = {}
+    """Runs of real processes, each started once: number of ranks -> (folder, results by rank).
+
+    Two ranks are on two nodes; three are on one, under torchrun.
+    """
+    runs: dict[int, tuple[Path, str]] = {}
 
     def get(n: int) -> tuple[Path, list[dict[str, Any]]]:
-        if n not in processes:
+        if n not in runs:
             folder = tmp_path_factory.mktemp(f"ranks{n}")
-            launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}")
-            environment = {"PYTHONPATH": str(PROJECT)}
-            processes[n] = folder, run_program(*launcher, __file__, folder, env=environment, timeout=600)
-        folder, process = processes[n]
-        if process.returncode:
-            pytest.fail(f"ranks failed: {process.stderr[:2000]}", pytrace=False)
+            if n == 2:
+                runs[n] = folder, run_nodes(n, __file__, folder)
+            else:
+                launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}")
+                process = run_program(*launcher, __file__, folder, env={"PYTHONPATH": str(PROJECT)}, timeout=600)
+                runs[n] = folder, process.stderr if process.returncode else ""
+        folder, failure = runs[n]
+        if failure:
+            pytest.fail(f"ranks failed: {failure[:2000]}", pytrace=False)
         return folder, torch.load(folder / "results.pt")
 
     return get
@@ -452,6 +491,31 @@ def test_amx_counts_as_bfloat16(monkeypatch):
     assert choose_dtype(TrainerConfig(), torch.device("cpu")) == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_products_are_computed_in_the_chosen_type(alone, tmp_path, dtype):
+    """Catches autocast switched off in training or in evaluation: mixed precision that is gone without a word."""
+    settings = ["trainer_config.use_amp=true", f"trainer_config.amp_dtype={dtype}", "trainer_config.max_steps=2"]
+    trainer = make_trainer(tmp_path, *settings, ranks=alone)
+    seen = set()
+    trainer.raw_model.h[1].mlp.c_fc.register_forward_hook(lambda m, _, out: seen.add((m.training, out.dtype)))
+    trainer.fit()
+    assert seen == {(True, getattr(torch, dtype)), (False, getattr(torch, dtype))}
+    assert all(p.dtype == torch.float32 for p in trainer.raw_model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "muon"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")], ids=str
+)
+def test_muon_computes_in_a_type_with_enough_range(alone, tmp_path, monkeypatch, dtype, muon):
+    """Catches float16 in Muon's products, whose entries it can't hold, and float32 where bfloat16 is twice as fast."""
+    settings = ["trainer_config.use_amp=true", f"trainer_config.amp_dtype={dtype}", "trainer_config.max_steps=1"]
+    used = set()
+    original = optimizer_module.orthogonalize
+    monkeypatch.setattr(optimizer_module, "orthogonalize", lambda m, t, *rest: used.add(t) or original(m, t, *rest))
+    make_trainer(tmp_path, *settings, ranks=alone).fit()
+    assert used == {getattr(torch, muon)}
+
+
 @pytest.mark.parametrize("wish", ["float16", "bfloat16"])
 def test_refuses_a_dtype_that_the_device_cannot_compute_in(monkeypatch, wish):
     """Catches a silent fallback: the run would not be what its configuration says."""
@@ -595,6 +659,112 @@ def test_every_epoch_has_an_order_of_its_own(alone, tmp_path):
         assert not torch.equal(first, second)
 
 
+# ------------------------------------------------------------------------------------ what is reported of a step
+
+
+def test_speeds_are_of_whole_steps(alone, tmp_path, monkeypatch):
+    """Catches tokens counted by micro-batch, seconds of several steps taken for one's, and waiting taken for work."""
+    now = [100.0]
+    monkeypatch.setattr(report.time, "perf_counter", lambda: now[0])  # a clock that only the lines below move
+    trainer = make_trainer(
+        *(tmp_path, "trainer_config.micro_batch_size=4", "trainer_config.log_every_steps=5"),
+        "trainer_config.max_steps=10",
+        ranks=alone,
+    )
+    fetch, evaluate = CharDataset.__getitems__, trainer.evaluate
+
+    def fetch_in_half_a_second(dataset: CharDataset, starts: list[int]) -> tuple[Tensor, Tensor]:
+        now[0] += 0.5
+        return fetch(dataset, starts)
+
+    def evaluate_in_a_minute() -> float:
+        now[0] += 60.0
+        return evaluate()
+
+    def compute_for_two_seconds() -> None:
+        now[0] += 2.0
+
+    monkeypatch.setattr(CharDataset, "__getitems__", fetch_in_half_a_second)
+
+    def export_a_profile() -> None:
+        now[0] += 30.0
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate_in_a_minute)
+    monkeypatch.setattr(trainer.reporter, "step_done", export_a_profile)
+    before_each_step(trainer, compute_for_two_seconds)
+    trainer.fit()
+    # A step: 12 windows of 16 characters in three micro-batches, each of which takes half a second to come.
+    for tag, wanted in (
+        ("train/tokens_per_second", 12 * 16 / 3.5),
+        ("time/data_seconds_per_step", 1.5),
+        ("time/compute_seconds_per_step", 2.0),
+    ):
+        # TensorBoard stores float32, 7 digits.
+        assert read_losses(tmp_path, tag) == {step: pytest.approx(wanted, rel=1e-6) for step in (5, 10)}, tag
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_speeds_are_of_all_ranks_together(rank_runs, n):
+    """Catches a speed of one rank's share: the windows of a step are those of all of them."""
+    folder, _ = rank_runs(n)
+    tags = ("train/tokens_per_second", "time/data_seconds_per_step", "time/compute_seconds_per_step")
+    speed, waiting, computing = (read_losses(folder / "losses", tag) for tag in tags)
+    for step, tokens_per_second in speed.items():
+        assert tokens_per_second * (waiting[step] + computing[step]) == pytest.approx(12 * 16, rel=1e-5)
+
+
+def test_norms_are_those_of_all_numbers_together(alone, tmp_path):
+    """Catches a sum of the parameters' norms, and a norm of the clipped gradient, which is never above the limit."""
+    trainer = make_trainer(tmp_path, "trainer_config.max_steps=1", "trainer_config.grad_norm_clip=0.5", ranks=alone)
+    trainer.fit()
+    numbers = torch.cat([p.detach().flatten().double() for p in trainer.raw_model.parameters()])
+    assert read_losses(tmp_path, "train/param_norm")[1] == pytest.approx(float(numbers.norm()), rel=1e-5)
+    gradient, _ = expected_gradient(alone, tmp_path / "plain")
+    norm = torch.cat([g.flatten().double() for g in gradient.values()]).norm()
+    assert norm > 0.5
+    assert read_losses(tmp_path, "train/grad_norm")[1] == pytest.approx(float(norm), rel=1e-4)  # float32 sums
+
+
+def test_evaluations_are_recorded_in_nats_and_bits(alone, tmp_path, caplog):
+    """Catches bits that are nats multiplied by ln 2: smaller than the nats, and so easily believed."""
+    with caplog.at_level(logging.INFO):
+        make_trainer(tmp_path, ranks=alone).fit()
+    nats, bits = read_losses(tmp_path, "eval/loss"), read_losses(tmp_path, "eval/bits_per_char")
+    assert list(bits) == [10, 20]
+    for step, loss in nats.items():
+        assert 2 ** bits[step] == pytest.approx(math.exp(loss), rel=1e-5)  # either way: among how many it guesses
+        said = next(message for message in caplog.messages if message.startswith(f"step {step}: evaluation loss"))
+        assert said == f"step {step}: evaluation loss {loss:.4f} ({bits[step]:.3f} bits a character)"
+
+
+def test_the_header_says_what_will_be_done(alone, tmp_path, caplog):
+    """Catches figures of the wrong thing: characters less one, bits for nats, micro-batches and their size swapped."""
+    trainer = make_trainer(tmp_path, "trainer_config.micro_batch_size=4", "trainer_config.max_steps=1", ranks=alone)
+    with caplog.at_level(logging.INFO):
+        trainer.fit()
+    said = " ".join(caplog.messages)
+    train_codes, eval_codes = sample_codes()
+    V = len(set(SAMPLE_TEXT.read_text(encoding="utf-8")))
+    # Embeddings, then of each of two blocks: four matrices of 12 C² with 9 C biases, two norms; the last norm.
+    size = V * 16 + 16 * 16 + 2 * (12 * 16 * 16 + 9 * 16 + 4 * 16) + 2 * 16
+    assert f"{size / 1e6:.2f} M parameters (2 layers, 2 heads, width 16)" in said
+    assert f"{len(train_codes):,} characters to train on, {len(eval_codes):,} to evaluate on" in said
+    assert f"{V} different characters: loss {math.log(V):.2f}" in said
+    assert "1 ranks x 3 x 4 windows" in said
+    assert "an epoch: 24" in said
+
+
+def test_the_summary_counts_this_starts_tokens(alone, tmp_path, caplog):
+    """Catches tokens of one micro-batch in each step, and those of the steps that an earlier start has done."""
+    make_trainer(tmp_path, "trainer_config.max_steps=5", ranks=alone).fit()
+    trainer = make_trainer(tmp_path, "trainer_config.micro_batch_size=4", ranks=alone)
+    trainer.resume()
+    with caplog.at_level(logging.INFO):
+        trainer.fit()
+    (said,) = [message for message in caplog.messages if message.startswith("finished: 20 steps")]
+    assert f"{15 * 12 * 16:,} tokens in" in said
+
+
 # ------------------------------------------------------------------------------------ evaluation
 
 
@@ -668,6 +838,7 @@ def test_rank_0_reports_the_loss_of_every_rank(rank_runs, n):
     counts = [int(count) for _, count in shares]
     assert len(shares) == n
     assert sum(counts) == len(sample_codes()[1]) - 1
+    assert counts == {2: [257, 256], 3: [176, 176, 161]}[n]  # 33 windows of 16, of which the last one has 1
     mean = sum(float(loss) * count for (loss, _), count in zip(shares, counts, strict=True)) / sum(counts)
     assert mean == pytest.approx(results[0]["evaluation"], abs=1e-4)  # the report has 4 decimals
 
@@ -703,6 +874,76 @@ def test_step_seed_is_a_function_of_seed_step_and_rank():
     assert len(set(seeds)) == len(grid)
     assert seeds == [step_seed(*point) for point in grid]
     torch.manual_seed(max(seeds))  # within the range that torch takes
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_ranks_agree_on_the_largest_value(rank_runs, n):
+    """Catches a sum: SIGTERM, 15, noticed by two ranks at once would become signal 30."""
+    _, results = rank_runs(n)
+    assert [result["maximum"] for result in results] == [[n - 1, 5, 0]] * n
+
+
+# ------------------------------------------------------------------------------------ numbers that are not finite
+
+
+def poison(trainer: Trainer, step: int) -> None:
+    """Make the loss of one optimizer step, counted from 0, not a number."""
+
+    def poisoned(module: torch.nn.Module, _: Any, out: Tensor) -> Tensor | None:
+        return out * math.nan if module.training and trainer.step == step else None
+
+    trainer.raw_model.ln_f.register_forward_hook(poisoned)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_loss_that_is_not_a_number_ends_the_run_in_every_type(alone, tmp_path, dtype):
+    """Catches a loss that nobody looks at in float16: the scaler, which forgives gradients, skips every step then."""
+    settings = ["trainer_config.use_amp=true", f"trainer_config.amp_dtype={dtype}"]
+    trainer = make_trainer(tmp_path, *settings, ranks=alone)
+    poison(trainer, 7)
+    with pytest.raises(RunError, match="step 8"):
+        trainer.fit()
+    assert load_snapshot(str(tmp_path / "gpt_snapshot.pt"))["step"] == 5
+    assert all(p.isfinite().all() for p in trainer.raw_model.parameters())
+
+
+def test_an_infinite_gradient_in_float16_costs_one_step_only(alone, tmp_path):
+    """Catches a run that ends at float16's normal overflow, for which there is the scaler."""
+    trainer = make_trainer(tmp_path, "trainer_config.use_amp=true", "trainer_config.amp_dtype=float16", ranks=alone)
+    trainer.raw_model.wpe.weight.register_hook(lambda gradient: gradient * (math.inf if trainer.step == 7 else 1.0))
+    trainer.fit()
+    assert trainer.step == 20
+    assert trainer.scaler.get_scale() == 65536 / 2
+    assert all(p.isfinite().all() for p in trainer.raw_model.parameters())
+
+
+@pytest.mark.parametrize("poisoned_step", [2, 4])
+@pytest.mark.parametrize("due", ["log", "save", "signal"])
+def test_accelerators_look_at_the_loss_before_the_steps_that_wait(alone, tmp_path, monkeypatch, due, poisoned_step):
+    """Catches a look that comes one step late: weights that are not numbers would be saved, or the loss logged.
+
+    There is no accelerator in this test. The check alone sees another type of device; all else is done on the CPU.
+    """
+    settings = [f"trainer_config.{key}_every_steps={5 if key == due else 1000}" for key in ("log", "save", "eval")]
+    trainer = make_trainer(tmp_path, *settings, ranks=alone)
+    check = trainer._agree_to_step
+
+    def check_as_on_an_accelerator(*arguments: Any) -> None:
+        trainer.ranks = dataclasses.replace(alone, device=torch.device("meta"))
+        try:
+            check(*arguments)
+        finally:
+            trainer.ranks = alone
+
+    monkeypatch.setattr(trainer, "_agree_to_step", check_as_on_an_accelerator)
+    if due == "signal":  # which is followed by a save
+        trainer.raw_model.register_forward_hook(
+            lambda *_: signal.raise_signal(signal.SIGTERM) if trainer.step == 4 else None
+        )
+    poison(trainer, poisoned_step)
+    with pytest.raises(RunError, match="step 5"):  # step 5 is the first that is due; weights that are NaN stay NaN
+        trainer.fit()
+    assert not (tmp_path / "gpt_snapshot.pt").exists()
 
 
 # ------------------------------------------------------------------------------------ stopping and going on
@@ -741,6 +982,9 @@ def test_a_resumed_run_records_every_step(alone, tmp_path):
     """Catches curves with a hole or a doubled step where a run went on."""
     go_on_after_stop(tmp_path, 13, ranks=alone)
     assert list(read_losses(tmp_path)) == list(range(1, 21))
+    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 21))  # each of them once
     assert list(read_losses(tmp_path, "eval/loss")) == [10, 20]
 
 
@@ -866,6 +1110,58 @@ def test_the_best_loss_of_a_shared_file_is_known_after_a_restart(alone, tmp_path
         trainer.fit()
         assert (trainer.state.best_step, trainer.state.best_eval_loss) == (10, 2.0)
         assert load_snapshot(str(tmp_path / "gpt_snapshot.best.pt"))["step"] == 10
+
+
+def test_an_equal_loss_is_no_better_one(alone, tmp_path, monkeypatch):
+    """Catches a plateau that counts as progress: patience would never end the run."""
+    trainer = make_trainer(tmp_path, "trainer_config.eval_every_steps=5", "trainer_config.patience=2", ranks=alone)
+    monkeypatch.setattr(trainer, "evaluate", lambda: 2.0)
+    trainer.fit()
+    assert trainer.step == 15
+    assert load_snapshot(str(tmp_path / "gpt_snapshot.best.pt"))["step"] == 5
+
+
+def test_the_best_snapshot_of_another_run_is_not_this_runs_best(alone, tmp_path):
+    """Catches a loss to be beaten that another model or text has reached: no snapshot would ever be the best again."""
+    make_trainer(tmp_path / "run", "trainer_config.max_steps=5", ranks=alone).fit()
+    make_trainer(tmp_path / "other", "trainer_config.max_steps=5", "gpt_config.n_embd=32", ranks=alone).fit()
+    best = tmp_path / "run" / "gpt_snapshot.best.pt"
+    foreign = load_snapshot(str(tmp_path / "other" / "gpt_snapshot.best.pt")) | {"best_eval_loss": 0.001}
+    save_snapshot(foreign, str(best), keep_previous=False)
+    trainer = make_trainer(tmp_path / "run", "trainer_config.max_steps=7", ranks=alone)
+    trainer.resume()
+    trainer.fit()
+    assert load_snapshot(str(best))["step"] == 7
+    assert load_snapshot(str(best))["model_config"]["n_embd"] == 16
+
+
+def test_an_evaluation_that_a_stop_left_out_is_made_up_for(alone, tmp_path, monkeypatch):
+    """Catches a curve with a hole, and a best snapshot that is missed, where a run died between save and evaluation."""
+    first = make_trainer(tmp_path, ranks=alone)
+
+    def die() -> float:
+        raise StopHereError
+
+    monkeypatch.setattr(first, "evaluate", die)
+    with pytest.raises(StopHereError):
+        first.fit()
+    second = make_trainer(tmp_path, ranks=alone)
+    second.resume()
+    assert second.step == 10
+    second.fit()
+    assert list(read_losses(tmp_path, "eval/loss")) == [10, 20]
+
+
+def test_the_sample_is_repeatable_and_without_its_prompt(alone, tmp_path):
+    """Catches a sample from the global generator, one without the run's seed, and one that begins with its newline."""
+    trainer = make_trainer(tmp_path, "trainer_config.sample_tokens=30", ranks=alone)
+    before = torch.get_rng_state()
+    first, second = sample(trainer, 30), sample(trainer, 30)
+    assert first == second
+    assert len(first) == 30
+    assert torch.equal(torch.get_rng_state(), before)
+    trainer.config.seed += 1
+    assert sample(trainer, 30) != first
 
 
 def test_a_prolonged_run_remembers_its_best_loss(alone, tmp_path, monkeypatch):

@@ -228,7 +228,7 @@ def test_commands_are_valid(document: str, command: str, monkeypatch: pytest.Mon
             check_configuration(list(choice))
 
 
-@pytest.mark.timeout(400)  # a dozen trainings, one after the other: no matter how slow the machine
+@pytest.mark.timeout(1800)  # a dozen trainings, one after the other: no matter how slow the machine
 def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     """Catches a command that doesn't do what the README shows. Each runs as it is written, in their order.
 
