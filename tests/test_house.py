@@ -9,6 +9,7 @@ MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in PR
 
 # What each module may import of the project. Whatever isn't listed here is a new room, which needs a reason.
 ALLOWED = {
+    "environment": set(),  # comes before torch, which all the others import
     "corpus": set(),
     "char_dataset": set(),
     "sampling": set(),
@@ -19,8 +20,18 @@ ALLOWED = {
     "report": set(),
     "config": {"char_dataset", "model", "optimizer"},
     "trainer": {"char_dataset", "config", "distributed", "model", "optimizer", "report", "snapshot"},
-    "main": {"char_dataset", "config", "corpus", "distributed", "model", "report", "snapshot", "trainer"},
-    "generate": {"char_dataset", "model", "sampling", "snapshot"},
+    "main": {
+        "char_dataset",
+        "config",
+        "corpus",
+        "distributed",
+        "environment",
+        "model",
+        "report",
+        "snapshot",
+        "trainer",
+    },
+    "generate": {"char_dataset", "environment", "model", "sampling", "snapshot"},
 }
 
 
