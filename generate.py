@@ -11,6 +11,7 @@ if __name__ == "__main__":
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def generate(arguments: argparse.Namespace) -> None:
 
     prompt = arguments.prompt
     if prompt == "-":
-        prompt = sys.stdin.read().removesuffix("\n")  # the shell's; Python has made it of other line ends
+        prompt = re.sub(r"\r?\n\Z", "", sys.stdin.read())  # the shell's newline
     model, vocabulary = load_model(arguments.snapshot, device)
     if not prompt:
         prompt = vocabulary.start
