@@ -1,13 +1,13 @@
 """Text -> vocabulary -> windows -> epochs.
 
-The first module to read; `model.py` comes next. It imports nothing of the project. Three common mistakes are
-avoided here: the text is split *before* it is cut into windows, the vocabulary comes from the *whole* text, and the
-text is encoded *once*, not item by item.
+The first module to read; `model.py` comes next. It avoids three common mistakes: the text is split *before* it is cut
+into windows, the vocabulary comes from the *whole* text, and the text is encoded *once*, not item by item.
 
 Legend: N characters of text, T = block_size characters in a window, B windows in a batch, V characters in the
 vocabulary.
 """
 
+import copyreg
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -198,6 +198,9 @@ def evaluation_batches(
 
 # ---------------------------------------------------------------------- armour: large texts, odd texts, wrong settings
 
+# A process that isn't forked gets its dataset as bytes: the text's, and not those of all its windows.
+copyreg.pickle(CharDataset, lambda dataset: (CharDataset, (dataset.codes, dataset.block_size)))
+
 CHUNK = 1 << 18  # characters encoded at a time: the intermediate arrays stay in the processor's cache
 
 
@@ -250,10 +253,23 @@ def check_known(vocabulary: CharVocabulary, text: str, points: np.ndarray, codes
     first = ord(vocabulary.characters[0]) if vocabulary.characters else -1
     if ((codes == 0) != (points == first)).any():
         unknown = sorted(set(text) - set(vocabulary.characters))
-        raise ValueError(
-            f"unknown characters {''.join(unknown)!r}; the vocabulary has these {len(vocabulary)}: "
-            f"{vocabulary.characters!r}"
-        )
+        near = [f"{c!r} -> {known!r}" for c in unknown if (known := nearest(c, vocabulary.characters))]
+        hint = f" (near: {', '.join(near)})" if near else ""
+        listed = f"these {len(vocabulary)}: {vocabulary.characters!r}" if len(vocabulary) <= 200 else len(vocabulary)
+        raise ValueError(f"unknown characters {''.join(unknown)!r}{hint}; the vocabulary has {listed}")
+
+
+PUNCTUATION = {"‘’‚‛´`": "'", "“”„‟«»": "\"'", "‐‑‒–—―−": "-", "…": ".", "\t\u2028\u2029": " \n"}
+
+
+def nearest(character: str, known: str) -> str:
+    """What could stand for an unknown character: the letter without its accent, the plain dash or quote; or nothing."""
+    import unicodedata  # a megabyte of tables, for this message alone
+
+    plain = "".join(c for c in unicodedata.normalize("NFKD", character) if not unicodedata.combining(c))
+    likely = [plain, *(c for odd, similar in PUNCTUATION.items() if character in odd for c in similar)]
+    likely += [plain.casefold(), plain.upper(), " " if character.isspace() else ""]
+    return next((text for text in likely if text and set(text) <= set(known)), "")
 
 
 def check_length(name: str, part: np.ndarray, config: DataConfig) -> None:

@@ -5,8 +5,13 @@ A first reader can skip this file: the YAML file explains every key. The groups 
 its numbers, to keep it out of the training loop. `main.py` comes next.
 """
 
+import difflib
+import hashlib
+import itertools
 import math
-from dataclasses import dataclass, field
+import re
+import shlex
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -123,6 +128,8 @@ def check_trainer_config(c: TrainerConfig) -> None:
     for name in ("data_loader_workers", "seed", "sample_tokens"):
         if getattr(c, name) < 0:
             raise ValueError(f"trainer_config.{name}={getattr(c, name)}: must be at least 0")
+    if c.seed >= 2**64:
+        raise ValueError(f"trainer_config.seed={c.seed}: must be below 2^64 = {2**64}")
     if c.amp_dtype not in AMP_DTYPES:
         raise ValueError(f"trainer_config.amp_dtype={c.amp_dtype}: must be one of {', '.join(AMP_DTYPES)}")
     if c.device not in ("auto", "cpu"):
@@ -132,3 +139,91 @@ def check_trainer_config(c: TrainerConfig) -> None:
             f"trainer_config.use_amp=false trains in float32, and amp_dtype={c.amp_dtype} contradicts it; "
             "set one or the other"
         )
+
+
+# ---------------------------------------------------------------- armour: mistyped commands, names of run directories
+
+SIZES = ("n_layer", "n_head", "n_embd")
+
+
+def explain(error: BaseException, typed: list[str], recipes: list[str]) -> str:
+    """What is wrong with a command, in one line, and what to type instead where that can be known.
+
+    Args:
+        error: the complaint: Hydra's, OmegaConf's or our own.
+        typed: the command's arguments.
+        recipes: the names that `+recipe=` may have.
+    """
+    if type(error).__module__.startswith(("hydra", "omegaconf")):  # long-winded: the first lines say it
+        lines = [str(e).splitlines()[0].rstrip(".") for e in (error, error.__cause__) if e is not None]
+        problem = f"{', '.join(lines)}; gpt2_train_cfg.yaml explains all keys and their values"
+        return suggestion(typed, recipes) or problem
+    problem = " ".join(str(error).split())
+    if "got both model_type=" in problem:  # says `model.resolve_sizes`
+        kept = [argument for argument in typed if not argument.startswith(tuple(f"gpt_config.{n}=" for n in SIZES))]
+        command = ["python", "main.py", *kept, *(f"gpt_config.{name}=null" for name in SIZES)]
+        return f"{problem}; to have the name: {shlex.join(command)}"
+    return problem
+
+
+def suggestion(typed: list[str], recipes: list[str], closeness: float = 0.6) -> str:
+    """What was probably meant by the first argument that names no key.
+
+    Args:
+        typed: the command's arguments.
+        recipes: the names that `+recipe=` may have.
+        closeness: how alike a key must be, from 0 to 1.
+
+    Returns:
+        One line; empty where all arguments name keys, or none is like what was typed.
+    """
+    for argument, following in itertools.zip_longest(typed, typed[1:], fillvalue=""):
+        name, equals, value = argument.lstrip("-+~").partition("=")
+        signs = argument[: argument.index(name)]
+        if not name or signs == "-" or name.startswith("hydra."):
+            continue
+        is_recipe = bool(difflib.get_close_matches(name, ["recipe"], cutoff=max(closeness, 0.7)))
+        value = equals + value
+        if not equals:  # a blank in its place
+            value = f"={following}" if following and "=" not in following else "=VALUE"
+        if is_recipe:
+            close = [difflib.get_close_matches(part, recipes, 1) for part in value[1:].split(",")]
+            meant = f"+recipe={','.join(name for names in close for name in names) or 'NAME'}"
+            listed = f" The recipes are {', '.join(recipes)};"
+        else:
+            key = closest_key(name.replace("-", "_"), closeness)
+            meant, listed = f"{key}{value}" if key else argument, ""
+        if meant != argument:
+            return (
+                f"{argument}: did you mean {shlex.quote(meant)}?{listed} gpt2_train_cfg.yaml explains all keys and "
+                "their values"
+            )
+    return ""
+
+
+def closest_key(name: str, closeness: float) -> str:
+    """The key that is most like a name, with its group; empty where none is alike enough."""
+    groups = vars(Config())
+    keys = {f"{group}.{key.name}": key.name for group, values in groups.items() for key in fields(values)}
+    if name in keys or name in groups:
+        return name
+
+    def likeness(key: str) -> float:
+        whole = difflib.SequenceMatcher(None, name, key).ratio()
+        last = difflib.SequenceMatcher(None, name.split(".")[-1], keys[key]).ratio()
+        return max(whole, last - 0.1) if "." in name else last  # a key's group counts too, where one was typed
+
+    best = max(keys, key=likeness)
+    return best if likeness(best) >= closeness else ""
+
+
+def directory_name(overrides: str) -> str:
+    """The name of a sweep's run directory: its overrides, readable, and another for every other list of overrides.
+
+    Where something had to be replaced or cut off, a digest of the whole makes the difference. 255 bytes is what most
+    file systems allow; the rest is for names that are made from this one.
+    """
+    name = re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", overrides)
+    name = name.encode(errors="replace")[:200].decode(errors="ignore")
+    digest = hashlib.sha256(overrides.encode(errors="surrogatepass")).hexdigest()[:8]
+    return name if name == overrides else f"{name}-{digest}"

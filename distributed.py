@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,6 +52,8 @@ def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator
     Raises:
         ValueError: there are not enough devices for the ranks.
     """
+    if dist.is_initialized():  # the group of a run of a sweep that has failed: who hasn't failed there loses this rank
+        dist.destroy_process_group()
     # A launcher's values always win; these are for a start without one. Port 0: any that is free.
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:
@@ -222,12 +224,20 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal, self._since = 0, 0.0
+        self._former: dict[int, Any] = {}  # what the signals did before, by their numbers
 
     def listen(self) -> None:
         """Install the handler, in place of what the signals would do."""
-        for name in ("SIGTERM", "SIGINT", "SIGHUP"):
-            if hasattr(signal, name):  # Windows has no SIGHUP
-                signal.signal(getattr(signal, name), self._remember)
+        if not self._former:
+            for name in ("SIGTERM", "SIGINT", "SIGHUP"):
+                if hasattr(signal, name):  # Windows has no SIGHUP
+                    number = getattr(signal, name)
+                    self._former[number] = signal.signal(number, self._remember)
+
+    def stop_listening(self) -> None:
+        """Give the signals their former effect again: the next run of a sweep listens for itself."""
+        while self._former:
+            signal.signal(*self._former.popitem())
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         # One Ctrl-C can arrive twice, from the terminal and from torchrun; a second one comes later, and means now.
@@ -294,10 +304,26 @@ def in_one_line(error: Exception) -> str:
     return " ".join(line.strip() for line in words.splitlines() if line.strip()).rstrip(".")
 
 
+def is_rank_0() -> bool:
+    """Whether this is rank 0, also where there is no process group (any more)."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def ignore_signals(worker_id: int) -> None:
     """For the loader's worker processes: signals go to the whole process group, and stopping is the rank's business."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
+    """iter(loader), whose processes inherit blocked signals; `ignore_signals` may come seconds after their start."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        return iter(loader)
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)  # what came in between arrives now
 
 
 def leave(code: int) -> NoReturn:

@@ -4,8 +4,14 @@ The last module to read. It needs nothing but a snapshot: the model's configurat
 all in there.
 """
 
+import environment  # isort: skip, before torch is loaded
+
+if __name__ == "__main__":
+    environment.guard()
+
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -83,9 +89,13 @@ def generate(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"--device={arguments.device} can't be had with this machine and this PyTorch; use --device=cpu"
         ) from error
+    if arguments.seed is not None and not 0 <= arguments.seed < 2**64:
+        raise ValueError(f"--seed={arguments.seed}: must be at least 0 and below 2^64 = {2**64}")
     random.seed() if arguments.seed is None else random.manual_seed(arguments.seed)
 
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt = arguments.prompt
+    if prompt == "-":
+        prompt = re.sub(r"\r?\n\Z", "", sys.stdin.read())  # the shell's newline
     model, vocabulary = load_model(arguments.snapshot, device)
     if not prompt:
         prompt = vocabulary.start
@@ -111,8 +121,6 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

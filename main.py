@@ -4,6 +4,12 @@ Read it after `config.py`; only this module knows Hydra. `generate.py` comes nex
 `torchrun --standalone --nproc_per_node=N main.py` for several processes.
 """
 
+import environment  # isort: skip, before torch is loaded
+
+if __name__ == "__main__":
+    environment.guard()
+
+import argparse
 import contextlib
 import logging
 import os
@@ -22,11 +28,11 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from char_dataset import CharVocabulary, DataConfig, split_codes
-from config import Config
+from config import Config, directory_name, explain, suggestion
 from corpus import BUNDLED_TEXT, download_corpus, read_text
-from distributed import Ranks, all_gather, broadcast_from_main, leave, leave_if_lost, process_group
+from distributed import Ranks, all_gather, broadcast_from_main, is_rank_0, leave, leave_if_lost, process_group
 from model import GPT, GPTConfig
-from report import help_text, set_up_logging
+from report import Outcome, help_text, set_up_logging, sweep_table
 from run_files import RunError, load_base, load_own, lock, start_from
 from snapshot import Snapshot
 from snapshot_contents import check_contents
@@ -37,14 +43,16 @@ log = logging.getLogger(__name__)
 PROJECT = Path(__file__).resolve().parent
 
 ConfigStore.instance().store(name="base", node=Config)  # the schema: Hydra refuses a key or a type that is not in it
-for recipe in sorted((PROJECT / "recipes").glob("*.yaml")):  # `+recipe=NAME` lays recipes/NAME.yaml over the defaults
-    ConfigStore.instance().store(group="recipe", name=recipe.stem, node=OmegaConf.load(recipe), package="_global_")
+RECIPES = sorted(path.stem for path in (PROJECT / "recipes").glob("*.yaml"))
+for name in RECIPES:  # `+recipe=NAME` lays recipes/NAME.yaml over the defaults
+    node = OmegaConf.load(PROJECT / "recipes" / f"{name}.yaml")
+    ConfigStore.instance().store(group="recipe", name=name, node=node, package="_global_")
 # The default run directory and the default text lie in the project, wherever the command is typed.
 OmegaConf.register_new_resolver("project", lambda path: str(PROJECT / path))
 OmegaConf.register_new_resolver("help", lambda: help_text(PROJECT))
-OmegaConf.register_new_resolver("name", lambda overrides: overrides.replace("/", "_")[:200])  # of a directory
+OmegaConf.register_new_resolver("name", directory_name)
 
-RESULTS: list[tuple[float, str]] = []  # (best evaluation loss, run directory) of each run: a sweep has several
+OUTCOMES: list[Outcome] = []  # of the runs so far: a sweep has several
 
 
 def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_config: Any) -> Trainer:
@@ -87,8 +95,20 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_co
 @hydra.main(version_base="1.3", config_path=str(PROJECT), config_name="gpt2_train_cfg")
 @record  # inside Hydra's wrapper: the other way round, torchrun would not learn of a failure's traceback
 def train(cfg: DictConfig) -> None:
-    """Train as the configuration says."""
-    run_dir = HydraConfig.get().runtime.output_dir
+    """Train as the configuration says; in a sweep, a run that fails lets the next one begin."""
+    outcome = Outcome(number=len(OUTCOMES) + 1, run_dir=HydraConfig.get().runtime.output_dir)
+    OUTCOMES.append(outcome)
+    try:
+        outcome.loss = run(cfg, outcome.run_dir)
+    except BaseException as error:
+        if HydraConfig.get().mode is not RunMode.MULTIRUN or not outcome.note(error):
+            raise  # a run that a signal has stopped ends a sweep, too
+    if cfg.trainer_config.compile:  # or what was compiled for each run would count against torch's limit
+        torch.compiler.reset()
+
+
+def run(cfg: DictConfig, run_dir: str) -> float:
+    """One run: its lowest evaluation loss."""
     group, is_ours = contextlib.ExitStack(), False
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -120,34 +140,38 @@ def train(cfg: DictConfig) -> None:
         raise
     with group:
         fit(trainer)
-    RESULTS.append((trainer.state.best_eval_loss, run_dir))
     if warning and ranks.is_main:
         log.warning(warning)
-    if trainer.state.stop_signal:  # as the signal's own effect would have been: a scheduler must not think it is done
-        sys.exit(128 + trainer.state.stop_signal)
+    stop_signal = trainer.state.stop_signal
+    if HydraConfig.get().mode is RunMode.MULTIRUN:  # it may have come after the last step, and is meant for the sweep
+        stop_signal = stop_signal or trainer.stop_request.signal
+    if stop_signal:  # as the signal's own effect would have been: a scheduler must not think it is done
+        sys.exit(128 + stop_signal)
+    return trainer.state.best_eval_loss
 
 
 def main() -> None:
     """`train`, with Hydra's own complaints (an unknown key, a wrong type) in one line as well."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hand errors on to us, and tracebacks of bugs uncut to the user
+    accept_hydras_help()
     code: Any = 0
     try:
-        train()
+        options = suggestion([a for a in sys.argv[1:] if a.startswith("--")], RECIPES, closeness=0.8)
+        sys.exit(f"error: {options}") if options else train()
     except SystemExit as request:
         code = request.code
-    except KeyboardInterrupt:  # before the training: there is nothing to save
-        code = 130
     except (HydraException, OmegaConfBaseException) as error:
-        lines = [str(e).splitlines()[0].rstrip(".") for e in (error, error.__cause__) if e is not None]
-        code = f"error: {': '.join(lines)}; gpt2_train_cfg.yaml explains all keys and their values"
+        code = f"error: {explain(error, sys.argv[1:], RECIPES)}"
+    except OSError as error:
+        if OUTCOMES:  # in a run it would be a bug
+            raise
+        code = f"error: the run directory can't be made ({error}); name another with hydra.run.dir=DIR"
     if isinstance(code, str):
         sys.stderr.write(f"{code}\n")  # in one piece: print writes two, and another rank's line could come between
         code = 1
-    if len(RESULTS) > 1:
-        print("\nthe runs of this sweep, best first:", file=sys.stderr)
-        for loss, run_dir in sorted(RESULTS):
-            print(f"  evaluation loss {loss:.4f}  {run_dir}", file=sys.stderr)
-    leave(code or 0)
+    if len(OUTCOMES) > 1 and is_rank_0():
+        sys.stderr.write(sweep_table(OUTCOMES))
+    leave(code or int(any(outcome.failure for outcome in OUTCOMES)))
 
 
 # -------------------------------------------------------------------------- armour: no text, a base model, failing runs
@@ -202,6 +226,7 @@ def fit(trainer: Trainer) -> None:
         leave_if_lost(error)
         raise
     finally:
+        trainer.stop_request.stop_listening()
         trainer.reporter.close()
         if trainer.config.dry_run:
             remove_if_empty(trainer.reporter.run_dir, is_ours=False)
@@ -209,16 +234,26 @@ def fit(trainer: Trainer) -> None:
 
 def fail(error: Exception) -> NoReturn:
     """End with exit code 1 and one line that says what is wrong and what to do."""
-    message = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    sys.exit(f"error: {message}")
+    sys.exit(f"error: {explain(error, sys.argv[1:], RECIPES)}")
+
+
+def accept_hydras_help() -> None:
+    """Let argparse check only those help texts that are strings; one of Hydra's isn't, and Python 3.14 refuses it.
+
+    This can go when requirements.txt names a Hydra without https://github.com/facebookresearch/hydra/issues/3121.
+    """
+    container: Any = argparse._ActionsContainer
+    check = getattr(container, "_check_help", None)
+    if check is not None:
+        container._check_help = lambda self, action: isinstance(action.help, str) and check(self, action)
 
 
 def remove_if_empty(run_dir: str, is_ours: bool) -> None:
-    """Remove the directory that Hydra has made, if nothing came into it and no other run has it."""
+    """Remove the directories that Hydra has made, if nothing came into them and no other run has them."""
     with contextlib.suppress(OSError, ValueError):
         if not is_ours:
             lock(run_dir)
-        os.rmdir(run_dir)
+        environment.remove_directories(run_dir)
 
 
 if __name__ == "__main__":

@@ -339,13 +339,13 @@ def resolve_sizes(c: GPTConfig) -> None:
     """Put the sizes in place of the model's name, and raise ValueError where the values don't fit together."""
     sizes = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
     if c.model_type is not None:
+        if c.model_type not in MODEL_TYPES:
+            raise ValueError(f"gpt_config.model_type={c.model_type}: must be null or one of {[*MODEL_TYPES]}")
         if any(size is not None for size in sizes.values()):
             raise ValueError(
                 f"gpt_config: got both model_type={c.model_type} and {sizes}; "
                 "set either the name or the three sizes, and the other to null"
             )
-        if c.model_type not in MODEL_TYPES:
-            raise ValueError(f"gpt_config.model_type={c.model_type}: must be null or one of {[*MODEL_TYPES]}")
         # With the sizes known, the name goes: GPTConfig(**vars(config)) is valid.
         (c.n_layer, c.n_head, c.n_embd), c.model_type = MODEL_TYPES[c.model_type], None
     elif None in sizes.values():

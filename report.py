@@ -6,10 +6,14 @@ Read it after `corpus.py`. It is apart from `trainer.py`, which calls it, becaus
 
 import logging
 import math
+import shlex
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,7 +52,6 @@ class Reporter:
         if not self.is_main:
             return
         from torch.utils.tensorboard import SummaryWriter  # a second of imports that other ranks save
-        from tqdm import tqdm
 
         for line in lines:
             log.info("%s", line)
@@ -59,9 +62,8 @@ class Reporter:
             self.writer = SummaryWriter(self.run_dir, purge_step=step + 1)
         table = "\n".join(f"| {key} | {value} |" for key, value in self.config.items())
         self._write("add_text", "config", f"| key | value |\n| --- | --- |\n{table}", step)
-        form = "step {n_fmt}/{total_fmt} |{bar}| {elapsed} elapsed, {remaining} left{postfix}"  # fits 80 columns
-        no_bar = not sys.stderr.isatty()
-        self.bar = tqdm(total=total_steps, initial=step, disable=no_bar, dynamic_ncols=True, bar_format=form)
+        no_bar, form = not sys.stderr.isatty(), bar_format(total_steps)
+        self.bar = load_tqdm()(total=total_steps, initial=step, disable=no_bar, dynamic_ncols=True, bar_format=form)
         if self.profiler is not None:
             self.profiler.start()
 
@@ -77,7 +79,7 @@ class Reporter:
         for tag, value in values.items():
             self._write("add_scalar", tag, value, step)
         loss, rate, speed = (values[f"train/{key}"] for key in ("loss", "learning_rate", "tokens_per_second"))
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {short_number(speed)} tokens/s", refresh=False)
         self.bar.update(step - self.bar.n)
         now = time.perf_counter()
         is_line = self.bar.disable and (now - self._last_line > SECONDS_BETWEEN_LINES or step == self.total_steps)
@@ -116,7 +118,7 @@ class Reporter:
         """Close the curves and the bar, and say how it went and what to do next."""
         if not self.is_main:
             return
-        self._write_hyperparameters(loss, step)
+        self._write_hyperparameters(best_loss, step)
         self.close()
         if text:
             log.info("a sample:\n\n%s\n", text)
@@ -124,24 +126,24 @@ class Reporter:
         speed = f", {tokens:,} tokens in {seconds:.0f} s" if tokens else ""
         log.info("finished: %d steps, evaluation loss %.4f, best %.4f%s", step, loss, best_loss, speed)
         if self.dry_run:
-            log.info("that was a dry run: model, text and machine fit together, and nothing was written")
+            log.info("that was a dry run: model, text and machine fit together, and of the run nothing was written")
             return
         cap = self.config.get("trainer_config.max_steps")
         key = "max_steps" if cap is not None and cap <= step else "max_epochs"
         if step < self.total_steps:
             key = "patience"
         log.info("written: %s", self.run_dir)
-        log.info("to write text: python generate.py --snapshot %s", best_snapshot)
+        log.info("to write text: %s", generate_command(best_snapshot))
         log.info("to go on, raise trainer_config.%s; to start over, set trainer_config.resume=false", key)
 
-    def _write_hyperparameters(self, loss: float, step: int) -> None:
+    def _write_hyperparameters(self, best_loss: float, step: int) -> None:
         """Fill TensorBoard's HParams tab, by three records; add_hparams would make a run of its own for them."""
         from torch.utils.tensorboard.summary import hparams
 
         plain = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in self.config.items()}
-        for record in hparams(plain, {"eval/final_loss": loss}):
+        for record in hparams(plain, {"eval/best_loss": best_loss}):  # what the table of a sweep compares, too
             self._write("add_summary", record)
-        self._write("add_scalar", "eval/final_loss", loss, step)
+        self._write("add_scalar", "eval/best_loss", best_loss, step)
 
     def _write(self, method: str, *args: Any) -> None:
         """Call the TensorBoard writer. Curves are not worth a run: on a full disk they end, and it goes on."""
@@ -190,7 +192,78 @@ def parameter_norm(model: nn.Module) -> float:
     return float(torch.stack([p.detach().norm() for p in model.parameters()]).norm())
 
 
-# ------------------------------------------------------------------------ armour: consoles, profiles, platforms, help
+# ---------------------------------------------------------------- armour: consoles, profiles, platforms, help, sweeps
+
+_lock = threading.RLock()  # of the console
+
+
+def load_tqdm() -> Any:
+    """tqdm's class of bars, imported late because it takes a while.
+
+    Its own lock is one among processes. Where these aren't forked, multiprocessing would say at the end of a run that
+    a semaphore has leaked.
+    """
+    from tqdm import tqdm
+
+    tqdm.set_lock(_lock)
+    return tqdm
+
+
+def bar_format(total_steps: int) -> str:
+    """How the bar looks. It fits 80 columns: a long run, whose numbers are long, shows only the time that is left."""
+    elapsed = "{elapsed} elapsed, " if total_steps < 10_000 else ""
+    return f"step {{n_fmt}}/{{total_fmt}} |{{bar}}| {elapsed}{{remaining}} left{{postfix}}"
+
+
+def short_number(number: float) -> str:
+    """21,800, and 12.3M from a million on."""
+    return f"{number:,.0f}" if number < 999_999.5 else f"{number / 1e6:,.1f}M"
+
+
+def generate_command(snapshot: str) -> str:
+    """What to type to write text with a snapshot, wherever the run was started and whatever the snapshot is called."""
+    program = Path(__file__).with_name("generate.py")
+    place = program.name if Path.cwd() == program.parent else str(program)
+    return shlex.join(["python", place, "--snapshot", snapshot])
+
+
+@dataclass
+class Outcome:
+    """How a run of a sweep ended."""
+
+    number: int  # in the order of the runs, from 1 on
+    run_dir: str
+    loss: float = math.nan  # the lowest evaluation loss, nats a character
+    failure: str = ""  # why it failed, in one line; empty where it didn't
+
+    def note(self, error: BaseException) -> bool:
+        """Say and remember what has ended the run; tell whether it was a failure, and not a signal."""
+        code = error.code if isinstance(error, SystemExit) else None
+        if not isinstance(error, Exception | SystemExit) or (isinstance(code, int) and code > 128):
+            self.failure = "stopped"
+            return False
+        if isinstance(error, Exception):  # a bug
+            traceback.print_exception(error)
+            code = f"{type(error).__name__}: {error}"
+        self.failure = " ".join(str(code).split()).removeprefix("error: ")
+        if not isinstance(code, int):  # the other ranks leave the word to rank 0
+            sys.stderr.write(f"run {self.number} failed: {self.failure}\n")
+        return True
+
+
+def sweep_table(outcomes: list[Outcome]) -> str:
+    """The runs of a sweep, one in each line: the lowest loss first, then those without a number, then the failed."""
+
+    def place(run: Outcome) -> tuple[bool, bool, float, int]:
+        is_number = math.isfinite(run.loss)
+        return bool(run.failure), not is_number, run.loss if is_number else 0.0, run.number
+
+    lines = [
+        f"  run {run.number}: {f'failed: {run.failure}' if run.failure else f'evaluation loss {run.loss:.4f}'}"
+        f"  {run.run_dir}"
+        for run in sorted(outcomes, key=place)
+    ]
+    return "\n".join(["", "the runs of this sweep, best first:", *lines, ""])
 
 
 def set_up_logging(is_main: bool, prefix: str, log_file: Path | None) -> None:
@@ -198,8 +271,7 @@ def set_up_logging(is_main: bool, prefix: str, log_file: Path | None) -> None:
     level = logging.INFO if is_main else logging.WARNING
     handlers: list[logging.Handler] = [ConsoleHandler(level)]
     if log_file is not None:
-        # Watched: when a run is moved aside, its log goes with it, and the new one's lines go into a new file.
-        handlers.append(WatchedFileHandler(log_file, encoding="utf-8", delay=True))
+        handlers.append(LogFile(log_file, encoding="utf-8", delay=True))
     form = f"%(asctime)s {prefix}%(message)s"
     logging.basicConfig(level=level, format=form, datefmt="%H:%M:%S", handlers=handlers, force=True)
 
@@ -209,9 +281,26 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
-        from tqdm import tqdm
+        load_tqdm().write(self.format(record), file=sys.stderr)
 
-        tqdm.write(self.format(record), file=sys.stderr)
+
+class LogFile(WatchedFileHandler):
+    """main.log. It is not worth a run either: on a full disk it ends, and the run goes on.
+
+    Watched: when a run is moved aside, its log goes with it, and what comes after that goes into a new file.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line, or none."""
+        try:
+            super().emit(record)  # opens the file at the first line
+        except OSError:
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging's name
+        """Say once why the lines end here; logging's own way is a traceback for each of them."""
+        logging.getLogger().removeHandler(self)
+        log.error("no more lines in %s: %s", self.baseFilename, sys.exc_info()[1])
 
 
 def make_profiler(run_dir: str) -> torch.profiler.profile:

@@ -47,7 +47,7 @@ def choose_token(
     # 4. Top-p (arXiv:1904.09751): a token stays while the likelier ones together haven't reached p.
     if top_p is not None:
         ordered, order = probabilities.sort(dim=-1, descending=True)
-        ordered[ordered.cumsum(dim=-1) - ordered >= top_p] = 0.0
+        ordered[ordered.cumsum(dim=-1) - ordered >= max(top_p, 1e-30)] = 0.0  # below that, p is 0 in float32
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)  # back at their own places
     return torch.multinomial(probabilities, num_samples=1, generator=generator)
 

@@ -31,6 +31,7 @@ from distributed import (
     gather_on_main,
     ignore_signals,
     settle_buckets,
+    start_workers,
 )
 from model import GPT
 from optimizer import OptimizerConfig, create_optimizer, learning_rate_factor, load_optimizer_state, set_learning_rate
@@ -226,7 +227,7 @@ class Trainer:
         while True:
             epoch, first_step = divmod(self.step, self.sampler.steps_per_epoch)
             self.sampler.set_epoch(epoch, first_step)
-            for x, y in self.reporter.watch.waiting_for(self.loader):
+            for x, y in self.reporter.watch.waiting_for(start_workers(self.loader)):
                 yield x.to(device, non_blocking=non_blocking), y.to(device, non_blocking=non_blocking)
 
     def _gradients_stay_local(self, is_last: bool) -> AbstractContextManager[None]:
@@ -238,8 +239,7 @@ class Trainer:
     # ------------------------------------------------------- around the steps: start, evaluations, snapshots, reports
 
     def _start(self) -> None:
-        """Say what will happen, listen to signals, and do what comes before the first step."""
-        self.stop_request.listen()
+        """Say what will happen, and do what comes before the first step."""
         self.reporter.header(header_lines(self), self.full_config, self.step, self.state.total_steps)
         if self.step == 0 and self.config.init_from is not None:
             log.info("starting from the model of %s; its evaluation loss is to be beaten:", self.config.init_from)
@@ -360,6 +360,7 @@ class Trainer:
         Raises:
             RunError: on some rank the loss or the gradient is not finite, or the launcher is gone.
         """
+        self.stop_request.listen()  # before the first step a signal ends the program: there is nothing to save yet
         # On an accelerator, reading a number makes the program wait: there only steps that wait anyway are looked at,
         # and those that are saved or evaluated. On a CPU the number is at hand.
         asked, c = self.stop_request.signal, self.config  # the signal is read once: it may come at any moment
@@ -468,5 +469,6 @@ def header_lines(trainer: Trainer) -> list[str]:
         f"an epoch: {trainer.sampler.steps_per_epoch:,}",
         f"machine: {str(trainer.dtype).removeprefix('torch.')} on {trainer.ranks.device}; a step: "
         f"{trainer.ranks.world_size} ranks x {trainer.accumulation_steps} x {trainer.micro_batch_size} windows",
-        f"optimizer: {trainer.optimizer_config.name}; snapshots: {trainer.snapshot_path}",
+        f"optimizer: {trainer.optimizer_config.name}; "
+        + ("a dry run: nothing will be saved" if config.dry_run else f"snapshots: {trainer.snapshot_path}"),
     ]

@@ -1,5 +1,6 @@
 """Text, vocabulary, windows, epochs: each test names the mistake that would turn it red."""
 
+import pickle
 import re
 
 import numpy as np
@@ -382,3 +383,28 @@ def test_shares_of_the_evaluation_are_even():
     counts = [sum(len(x) for x, _ in evaluation_batches(positions(83), 8, 3, rank, 4)) for rank in range(4)]
     assert sum(counts) == 11
     assert max(counts) - min(counts) <= 1
+
+
+def test_what_is_near_an_unknown_character():
+    """Catches 65 known characters in place of the one that could be typed instead."""
+    known = CharVocabulary("\n !',-.?abcdefghijklmnopqrstuvwxyzE")
+    with pytest.raises(ValueError, match="unknown characters") as error:
+        known.encode("é — “É” ’ﬁ李\u2026\u00a0")
+    line = str(error.value)
+    for odd, near in {"é": "e", "—": "-", "É": "E", "ﬁ": "fi", "…": "...", "\xa0": " "}.items():
+        assert f"{odd!r} -> {near!r}" in line
+    assert line.count('"\'"') >= 3  # both double quotes, of which the vocabulary has none, and the apostrophe
+    assert "'李' ->" not in line
+    assert line.index("é") < line.index("the vocabulary has these 35")
+    with pytest.raises(ValueError, match=r"the vocabulary has 5000$"):
+        CharVocabulary("".join(map(chr, range(20_000, 25_000)))).encode("a")
+
+
+def test_a_pickled_dataset_is_no_larger_than_its_text():
+    """Catches all windows in the bytes that a spawned worker gets: block_size times the text."""
+    dataset = CharDataset(np.arange(10_000, dtype=np.uint8), 100)
+    content = pickle.dumps(dataset)
+    assert len(content) < 11_000
+    x, y = pickle.loads(content)[5]
+    assert torch.equal(x, dataset[5][0])
+    assert torch.equal(y, dataset[5][1])

@@ -75,8 +75,15 @@ def test_the_prompt_can_come_from_standard_input(snapshot):
     prompt = "A prompt of several lines,\nlonger than the sixteen characters of the context\n"
     process = run_generate(snapshot, "-", stdin=prompt)
     assert process.returncode == 0, process.stderr
-    assert process.stdout.startswith(prompt)
-    assert len(process.stdout) == len(prompt) + 31
+    assert process.stdout.startswith(prompt.removesuffix("\n"))
+    assert len(process.stdout) == len(prompt) - 1 + 31  # the last newline is the shell's, as in echo "To be"
+
+
+@pytest.mark.parametrize(("typed", "prompt"), [("To be\n", "To be"), ("To be\r\n", "To be"), ("To be\n\n", "To be\n")])
+def test_one_newline_at_the_end_of_standard_input_is_dropped(snapshot, typed, prompt):
+    """Catches echo's newline taken for a part of the prompt, and a blank line that was meant and is lost."""
+    process = run_generate(snapshot, "-", "--max-new-tokens", 0, stdin=typed)
+    assert (process.returncode, process.stdout) == (0, prompt + "\n")
 
 
 def test_an_empty_prompt_starts_from_a_newline_and_says_so(snapshot):
@@ -135,6 +142,8 @@ BAD_ARGUMENTS = {
     ("--top-p", "1.5"): ["top_p=1.5", "above 0 and at most 1"],
     ("--top-p", "0"): ["top_p=0.0", "above 0 and at most 1"],
     ("--device", "toaster"): ["--device=toaster", "cpu"],
+    ("--seed", str(2**70)): [f"--seed={2**70}", "at least 0 and below 2^64"],
+    ("--seed", "-1"): ["--seed=-1", "at least 0"],
     ("--num-samples", "0"): ["--num-samples=0", "at least 1"],
     ("--max-new-tokens", "-1"): ["--max-new-tokens=-1", "at least 0"],
     ("--snapshot", "nowhere/gpt_snapshot.pt"): ["nowhere/gpt_snapshot.pt", "torchrun"],
@@ -208,7 +217,9 @@ def test_top_k_and_top_p(snapshot, monkeypatch, capsys):
     """Catches a top-k above the vocabulary that raises, and limits that change nothing: 1 is greedy at any warmth."""
     greedy = generated(monkeypatch, capsys, snapshot, "--temperature", 0)
     assert generated(monkeypatch, capsys, snapshot, "--top-k", 1, "--temperature", 5) == greedy
-    assert generated(monkeypatch, capsys, snapshot, "--top-p", 1e-6, "--temperature", 5) == greedy
+    for top_p in (1e-6, 1e-300, 5e-324):
+        assert generated(monkeypatch, capsys, snapshot, "--top-p", top_p, "--temperature", 5) == greedy
+    generated(monkeypatch, capsys, snapshot, "--seed", 2**64 - 1)
     everything = generated(monkeypatch, capsys, snapshot, "--top-k", 10_000, "--top-p", 1, "--seed", 3)
     assert everything == generated(monkeypatch, capsys, snapshot, "--seed", 3)
 

@@ -9,6 +9,7 @@ MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in PR
 
 # What each module may import of the project. Whatever isn't listed here is a new room, which needs a reason.
 ALLOWED = {
+    "environment": set(),  # comes before torch, which all the others import
     "corpus": set(),
     "char_dataset": set(),
     "sampling": set(),
@@ -25,10 +26,10 @@ ALLOWED = {
         *("run_files", "snapshot", "snapshot_contents"),
     },
     "main": {
-        *("char_dataset", "config", "corpus", "distributed", "model", "report"),
+        *("char_dataset", "config", "corpus", "distributed", "environment", "model", "report"),
         *("run_files", "snapshot", "snapshot_contents", "trainer"),
     },
-    "generate": {"char_dataset", "model", "sampling", "snapshot", "snapshot_contents"},
+    "generate": {"char_dataset", "environment", "model", "sampling", "snapshot", "snapshot_contents"},
 }
 
 

@@ -3,7 +3,9 @@
 import dataclasses
 import gzip
 import json
+import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -16,10 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, TINY_SIZES, read_losses, run_program, train
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import main
-from config import Config
+from config import Config, directory_name
 from distributed import Ranks, process_group
 from snapshot import load_snapshot
 
@@ -48,6 +52,19 @@ BAD_INPUT = {
     "unknown key": (["trainer_config.max_epoch=3"], ["trainer_config.max_epoch", "gpt2_train_cfg.yaml"]),
     "unknown key, added": (["+trainer_config.max_epoch=3"], ["max_epoch"]),
     "unknown group": (["train_config.max_epochs=3"], ["train_config"]),
+    "mistyped recipe": (["+receipe=adamw"], ["+receipe=adamw", "did you mean +recipe=adamw?", "nanogpt_cpu"]),
+    "recipe without plus": (["recipe=adamw"], ["did you mean +recipe=adamw?", "adamw, baby_gpt, finetune"]),
+    "unknown recipe": (["+recipe=adamv"], ["did you mean +recipe=adamw?"]),
+    "several recipes": (["recipes=adamw"], ["did you mean +recipe=adamw?"]),
+    "key without group": (["max_steps=21"], ["did you mean trainer_config.max_steps=21?", "gpt2_train_cfg.yaml"]),
+    "key of another group": (["trainer_config.n_layer=3"], ["did you mean gpt_config.n_layer=3?"]),
+    "mistyped key": (["trainer_config.max_step=21"], ["did you mean trainer_config.max_steps=21?"]),
+    "mistyped short key": (["data_config.pth=a b"], ["did you mean 'data_config.path=a b'?"]),
+    "mistyped group": (["optimiser_config.name=adamw"], ["did you mean optimizer_config.name=adamw?"]),
+    "blank for equals": (["max_steps", "21"], ["did you mean trainer_config.max_steps=21?"]),
+    "as an option": (["--max-steps=21"], ["--max-steps=21", "did you mean trainer_config.max_steps=21?"]),
+    "plus too many": (["+trainer_config.max_steps=21"], ["did you mean trainer_config.max_steps=21?"]),
+    "seed too large": ([f"trainer_config.seed={2**64}"], [f"seed={2**64}", "2^64"]),
     "wrong type": (["trainer_config.batch_size=many"], ["trainer_config.batch_size", "many"]),
     "wrong type of a list": (["optimizer_config.betas=0.9"], ["betas", "0.9"]),
     "negative": (["trainer_config.max_epochs=-1"], ["trainer_config.max_epochs=-1", "above 0"]),
@@ -147,6 +164,105 @@ def test_bad_input_leaves_an_earlier_run_alone(finished_run):
         now = contents(run_dir)
         assert {name: now[name] for name in before} == before
         assert {name for name in now if name not in before} == set()
+
+
+def test_the_command_for_a_named_model_works_as_it_stands(tmp_path):
+    """Catches advice ("set the other to null") that a newcomer can't type."""
+    dry = [f"hydra.run.dir={tmp_path / 'my run'}", f"data_config.path={SAMPLE_TEXT}", "trainer_config.dry_run=true"]
+    refused = run_program(sys.executable, "main.py", *dry, "gpt_config.model_type=gpt-nano", "gpt_config.n_head=3")
+    command = re.search(r"python main\.py .*", refused.stderr)
+    assert command
+    assert shlex.split(command[0])[-4:] == ["gpt_config.model_type=gpt-nano", *NULLS]
+    bin_dir = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    process = run_program("sh", "-c", command[0], env=bin_dir)
+    assert process.returncode == 0, process.stderr
+    assert "3 layers, 3 heads, width 48" in process.stderr
+
+
+NULLS = [f"gpt_config.{key}=null" for key in ("n_layer", "n_head", "n_embd")]
+
+
+@pytest.mark.parametrize("run_dir", ["{folder}/file", "{folder}/file/run", "/proc/run"])
+def test_a_run_directory_that_cannot_be_made_is_one_line(tmp_path, run_dir):
+    """Catches a traceback of twenty lines through Hydra, which makes the directory."""
+    (tmp_path / "file").write_text("here first")
+    run_dir = run_dir.format(folder=tmp_path)
+    process = train(Path(run_dir))
+    assert (process.returncode, process.stdout) == (1, "")
+    (line,) = process.stderr.splitlines()
+    assert line.startswith("error: the run directory can't be made (")
+    assert run_dir in line
+    assert "hydra.run.dir=DIR" in line
+    assert (tmp_path / "file").read_text() == "here first"
+
+
+# ------------------------------------------------------------------------------------ sweeps
+
+
+def test_a_sweep_goes_on_after_a_failing_run(tmp_path):
+    """Catches a sweep that ends at its first failure, a NaN that ranks first, and exit code 0.
+
+    One run fails before its process group is made, one in it, and one in the loop; the last one must find all tidy.
+    """
+    sweep = [f"hydra.sweep.dir={tmp_path}", *TINY_RUN, "trainer_config.max_steps=10"]
+    failing = ["trainer_config.max_epochs=-1,1", "trainer_config.micro_batch_size=5,3"]
+    process = run_program(
+        sys.executable, "main.py", "-m", *sweep, *failing, "optimizer_config.learning_rate=1e38,1e-2,2e-2"
+    )
+    assert process.returncode == 1
+    assert "Traceback" not in process.stderr
+    table = process.stderr[process.stderr.index("the runs of this sweep, best first:") :].splitlines()[1:]
+    assert len(table) == 12
+    losses = [float(re.search(r"run \d+: evaluation loss ([\d.]+)  /", line)[1]) for line in table[:2]]
+    assert losses == sorted(losses)
+    assert sorted(line.split(":")[0].strip() for line in table[:2]) == ["run 11", "run 12"]
+    assert [line.split(":")[0].strip() for line in table[2:]] == [f"run {number}" for number in range(1, 11)]
+    assert "run 10: failed: step 2: the loss or its gradient is not finite" in table[-1]
+    for line in table[:2]:
+        run_dir = Path("/" + line.partition("  /")[2])
+        expected = OmegaConf.load(run_dir / "config.yaml").optimizer_config.learning_rate
+        assert expected == (1e-2 if "run 11" in line else 2e-2)
+        best = min(read_losses(run_dir, "eval/loss").values())
+        assert read_losses(run_dir, "eval/best_loss") == {10: pytest.approx(best)}
+
+
+def test_a_signal_ends_a_sweep(tmp_path):
+    """Catches a Ctrl-C that stops one run of a sweep, and lets the next one begin."""
+    script = (
+        "import os, signal, sys; sys.path.insert(0, '.'); import main, trainer; step = trainer.Trainer._train_step\n"
+        "def stop(self, batches):\n"
+        "    if self.step == 3: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return step(self, batches)\n"
+        "trainer.Trainer._train_step = stop; main.main()"
+    )
+    process = run_program(
+        sys.executable, "-c", script, "-m", f"hydra.sweep.dir={tmp_path}", *TINY_RUN, "trainer_config.seed=1,2"
+    )
+    assert process.returncode == 130
+    assert process.stderr.count("stopped by SIGINT after step 4") == 1
+
+
+@settings(max_examples=300)
+@given(st.text(min_size=1, max_size=400), st.text(min_size=1, max_size=400))
+def test_two_lists_of_overrides_never_share_a_directory(one, other):
+    """Catches names that are cut, or whose slashes are replaced, until two of them are equal: two runs in one place."""
+    for text in (one, other):
+        name = directory_name(text)
+        assert len(name.encode("utf-8", "surrogatepass")) <= 230  # below 255, with room for what is made from it
+        assert "/" not in name
+        if len(text) < 50:
+            assert name.startswith(re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", text))  # readable
+    assert (directory_name(one) == directory_name(other)) == (one == other)
+
+
+def test_long_and_odd_names_stay_readable():
+    """Catches a digest where a name was."""
+    assert directory_name("a.b=1,c=x") == "a.b=1,c=x"
+    assert directory_name("p=a/b") != directory_name("p=a_b")
+    assert directory_name("p=a/b").startswith("p=a_b-")
+    names = {directory_name("x" * 300 + end) for end in "ab"} | {directory_name("é" * 150 + end) for end in "ab"}
+    assert len(names) == 4
+    assert all(len(name.encode()) < 230 for name in names)
 
 
 # ------------------------------------------------------------------------------------ where the text comes from
@@ -349,6 +465,23 @@ def test_running_again(finished_run, tmp_path):
     assert max(read_losses(run_dir)) == 24
 
 
+def test_the_printed_command_works_as_it_stands(tmp_path):
+    """Catches a command that a shell takes apart at blanks and quotes, or that is right in one directory only."""
+    (tmp_path / "it's here").mkdir()
+    process = run_program(
+        *(sys.executable, PROJECT / "main.py", f"hydra.run.dir={tmp_path / 'run'}", *TINY_RUN),
+        "trainer_config.snapshot_path='my $model.pt'",
+        cwd=tmp_path / "it's here",
+    )
+    assert process.returncode == 0, process.stderr
+    command = re.search(r"to write text: (.*)", process.stderr)
+    assert command
+    bin_dir = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    text = run_program("sh", "-c", f"{command[1]} --max-new-tokens 9", cwd=tmp_path / "it's here", env=bin_dir)
+    assert text.returncode == 0, text.stderr
+    assert len(text.stdout) == 1 + 9 + 1
+
+
 # ------------------------------------------------------------------------------------ switches
 
 
@@ -360,6 +493,13 @@ def test_a_dry_run_writes_nothing(finished_run, tmp_path):
     assert "step 2: evaluation loss" in run.stderr
     assert "nothing was written" in run.stderr
     assert not (tmp_path / "run").exists()
+    assert "snapshots:" not in run.stderr
+    assert "written:" not in run.stderr
+
+    (tmp_path / "mine").mkdir()
+    assert train(tmp_path / "mine" / "some" / "run", *dry).returncode == 0
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine"]  # what it has made is gone, and what it has not is there
+    assert list((tmp_path / "mine").iterdir()) == []
 
     before = contents(finished_run[0])
     run = train(finished_run[0], *dry, "gpt_config.n_embd=32")  # another model: the snapshot there would be refused

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import re
 import select
@@ -143,3 +144,28 @@ def test_the_bar_fits_80_columns(tmp_path):
     finished = [bar for bar in bars if "24/24" in bar and "tokens/s" in bar]
     assert finished  # the last bar is whole: count, time and speed
     assert max(map(len, bars)) <= 80
+
+
+def test_a_long_run_fits_80_columns_too():
+    """Catches a bar whose end is cut off once steps have seven digits and a fast machine makes millions of tokens."""
+    from tqdm import tqdm
+
+    for total, seconds in ((9_999, 3_600.0), (99_999, 359_000.0), (1_000_000, 359_000.0)):
+        postfix = f"loss 10.123, {report.short_number(12_345_678)} tokens/s"
+        for step in (total // 2, total):
+            meter = {"n": step, "total": total, "elapsed": seconds, "postfix": postfix, "ncols": 80}
+            bar = tqdm.format_meter(**meter, bar_format=report.bar_format(total))
+            assert len(bar) <= 80
+            assert bar.endswith("12.3M tokens/s")
+            assert f"step {step}/{total} |" in bar
+
+
+def test_the_table_of_a_sweep():
+    """Catches NaN in front of numbers, failures in front of anything, and runs with equal losses out of their order."""
+    losses = [math.nan, 2.0, math.inf, 1.0, 2.0]
+    runs = [report.Outcome(number, f"/runs/{number}", loss) for number, loss in enumerate(losses, 1)]
+    runs.append(report.Outcome(6, "/runs/6", 0.5, failure="out of memory"))
+    lines = report.sweep_table(runs).strip().splitlines()[1:]
+    assert [int(line.split(":")[0].split()[1]) for line in lines] == [4, 2, 5, 1, 3, 6]
+    assert lines[0] == "  run 4: evaluation loss 1.0000  /runs/4"
+    assert lines[-1] == "  run 6: failed: out of memory  /runs/6"
