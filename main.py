@@ -98,10 +98,13 @@ def train(cfg: DictConfig) -> None:
     """Train as the configuration says; in a sweep, a run that fails lets the next one begin."""
     outcome = Outcome(number=len(OUTCOMES) + 1, run_dir=HydraConfig.get().runtime.output_dir)
     OUTCOMES.append(outcome)
+    is_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+    if is_sweep and is_rank_0():
+        sys.stderr.write(f"\nrun {outcome.number}: {' '.join(HydraConfig.get().overrides.task)}\n")
     try:
         outcome.loss = run(cfg, outcome.run_dir)
     except BaseException as error:
-        if HydraConfig.get().mode is not RunMode.MULTIRUN or not outcome.note(error):
+        if not is_sweep or not outcome.note(error):
             raise  # a run that a signal has stopped ends a sweep, too
     if cfg.trainer_config.compile:  # or what was compiled for each run would count against torch's limit
         torch.compiler.reset()

@@ -274,6 +274,7 @@ def set_up_logging(is_main: bool, prefix: str, log_file: Path | None) -> None:
         handlers.append(LogFile(log_file, encoding="utf-8", delay=True))
     form = f"%(asctime)s {prefix}%(message)s"
     logging.basicConfig(level=level, format=form, datefmt="%H:%M:%S", handlers=handlers, force=True)
+    logging.getLogger("hydra").setLevel(logging.WARNING)  # it counts the runs of a sweep from 0, and we from 1
 
 
 class ConsoleHandler(logging.Handler):

@@ -96,7 +96,7 @@ class RunSnapshots:
         """
         prepare(self.url)
         # First, and only two numbers of it: otherwise two whole snapshots would be in memory at once.
-        best = self._best_so_far() if resume or is_restart else None
+        best_loss, best_step, problem = self._best_so_far() if resume or is_restart else (None, 0, "")
         snapshot = load_own(self.url, resume, self.run["launch"] if is_restart else None, self._check)
         is_fresh = is_restart and stamp(self.url) is None and stamp(previous_url(self.url)) is None
         if is_half_moved(self.run_dir) or not (resume or snapshot or is_fresh):
@@ -105,29 +105,32 @@ class RunSnapshots:
                 log.info("moved the run that was there to %s; hydra.run.dir=%s goes on with it", folder, folder)
             snapshot = None
         if snapshot is not None:
-            snapshot["best"] = best or (snapshot["best_eval_loss"], snapshot.get("best_step", 0))
+            if problem:
+                log.warning("no usable best snapshot, the next evaluation makes one: %s", problem)
+            if best_loss is None and best_step != snapshot["step"]:
+                best_loss, best_step = snapshot["best_eval_loss"], snapshot.get("best_step", 0)
+            snapshot["best"] = math.inf if best_loss is None else best_loss, best_step
             self.last_step = snapshot["step"]
             log.info("going on from %s after step %d", self.url, snapshot["step"])
         self._stamps = {url: stamp(url) for url in (self.url, best_url(self.url))}
         return snapshot
 
-    def _best_so_far(self) -> tuple[float, int] | None:
-        """(Loss, step) of the best snapshot, which may be newer than the latest; None where only the latest knows.
+    def _best_so_far(self) -> tuple[float | None, int, str]:
+        """(Loss, step, why it can't be used) of the best snapshot, which may be newer than the latest.
 
-        A copy of the latest was saved before it was evaluated. Its loss is in the snapshots that came after it, or is
-        found by the evaluation that a start in its step repeats.
+        A copy of the latest was saved before it was evaluated, so its loss is None here. It is in the snapshots that
+        came after it; or it is found by an evaluation at the start, where the run goes on from this very step.
         """
         url = best_url(self.url)
         try:
             best = load_snapshot(url)
             self._check(best, url)
         except FileNotFoundError:  # there was no evaluation yet
-            return math.inf, 0
+            return math.inf, 0, ""
         except ValueError as error:  # damaged, or of another run
-            log.warning("no usable best snapshot, the next evaluation makes one: %s", error)
-            return math.inf, 0
+            return math.inf, 0, str(error)
         is_known = best.get("best_step", best["step"]) == best["step"]
-        return (best["best_eval_loss"], best["step"]) if is_known else None
+        return best["best_eval_loss"] if is_known else None, best["step"], ""
 
     def _check(self, snapshot: Snapshot, url: str) -> None:
         """Raise ValueError unless this run can go on from a snapshot, DamagedSnapshotError where nobody can."""

@@ -244,7 +244,8 @@ class Trainer:
         if self.step == 0 and self.config.init_from is not None:
             log.info("starting from the model of %s; its evaluation loss is to be beaten:", self.config.init_from)
             self._evaluate_and_keep_best()
-        elif self._is_due(self.config.eval_every_steps):  # a stop may have left it out
+        elif self._is_due(self.config.eval_every_steps) or 0 < self.step == self.state.best_step:
+            # A stop may have left it out, and the loss of a best snapshot that is the latest, too, is in none of them.
             self._evaluate_and_keep_best()
         if isinstance(self.model, DistributedDataParallel) and self.step < self.state.total_steps:
             shape = self.micro_batch_size, self.block_size

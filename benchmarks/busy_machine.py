@@ -27,7 +27,6 @@ SETTINGS = {
     "libgomp's own": {"GOMP_SPINCOUNT": "300000"},
     "environment.py's": {},
     "GOMP_SPINCOUNT=1000": {"GOMP_SPINCOUNT": "1000"},
-    "GOMP_SPINCOUNT=10000": {"GOMP_SPINCOUNT": "10000"},
     "OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
 }
 

@@ -197,7 +197,7 @@ def test_three_ranks_killed_and_stopped_end_as_if_nothing_had_been(tmp_path):
     wait_for_words(run_dir, "stopped by SIGTERM")
     os.kill(process.pid, signal.SIGKILL)  # or torchrun would restart them: to it, a signal is a failure
     process.wait()
-    wait_until_gone(ranks, 10)
+    wait_until_gone(ranks)
     assert start(run_dir, micro, launcher=THREE_RANKS).wait() == 0, output(run_dir)
     assert output(run_dir).count("going on from") == 2
     assert_identical(run_dir, undisturbed)
@@ -374,7 +374,7 @@ def test_a_killed_runs_worker_does_not_hold_its_lock(tmp_path):
     script = textwrap.dedent(
         """
         import os, signal, sys
-        from snapshot import lock
+        from run_files import lock
 
         pids, pids_of_workers = os.pipe()
         run = os.fork()

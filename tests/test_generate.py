@@ -265,19 +265,6 @@ def test_a_reader_who_has_seen_enough_is_no_error(snapshot):
         assert (process.stderr.read(), process.wait()) == (b"", 0)
 
 
-def test_ctrl_c_is_no_traceback(monkeypatch):
-    """Catches twenty lines for a reader who has seen enough, and an exit code that says all was well."""
-
-    def interrupted(_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sys, "argv", ["generate.py"])
-    monkeypatch.setattr(generate, "generate", interrupted)
-    with pytest.raises(SystemExit) as stop:
-        generate.main()
-    assert stop.value.code == 130
-
-
 def test_a_damaged_best_snapshot_is_not_the_end(snapshot, tmp_path, monkeypatch, capsys):
     """Catches no text at all although the latest snapshot is whole, and a fall back that nobody is told about."""
     latest = str(tmp_path / "gpt_snapshot.pt")

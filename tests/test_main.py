@@ -211,6 +211,9 @@ def test_a_sweep_goes_on_after_a_failing_run(tmp_path):
     )
     assert process.returncode == 1
     assert "Traceback" not in process.stderr
+    begun = re.findall(r"^run (\d+): .*trainer_config.max_epochs=", process.stderr, flags=re.MULTILINE)
+    assert begun == [str(number) for number in range(1, 13)]  # the same numbers as in the table
+    assert "#1" not in process.stderr
     table = process.stderr[process.stderr.index("the runs of this sweep, best first:") :].splitlines()[1:]
     assert len(table) == 12
     losses = [float(re.search(r"run \d+: evaluation loss ([\d.]+)  /", line)[1]) for line in table[:2]]
