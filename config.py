@@ -155,7 +155,11 @@ def explain(error: BaseException, typed: list[str], recipes: list[str]) -> str:
         recipes: the names that `+recipe=` may have.
     """
     if type(error).__module__.startswith(("hydra", "omegaconf")):  # long-winded: the first lines say it
-        lines = [str(e).splitlines()[0].rstrip(".") for e in (error, error.__cause__) if e is not None]
+        lines = [str(e).splitlines()[0].rstrip(".:") for e in (error, error.__cause__) if e is not None]
+        if lines[0].startswith("Ambiguous value"):
+            return f"{lines[0]}: several values need -m, as in python main.py -m {shlex.join(typed)}"
+        if hasattr(error, "override"):  # Hydra's grammar stumbled over this argument
+            return f"{error.override}: {lines[0]}; put a value with special characters in quotes: \"KEY='VALUE'\""
         problem = f"{', '.join(lines)}; gpt2_train_cfg.yaml explains all keys and their values"
         return suggestion(typed, recipes) or problem
     problem = " ".join(str(error).split())
@@ -205,6 +209,7 @@ def closest_key(name: str, closeness: float) -> str:
     """The key that is most like a name, with its group; empty where none is alike enough."""
     groups = vars(Config())
     keys = {f"{group}.{key.name}": key.name for group, values in groups.items() for key in fields(values)}
+    keys |= {"hydra.run.dir": "run_dir"}
     if name in keys or name in groups:
         return name
 

@@ -52,7 +52,8 @@ def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator
     Raises:
         ValueError: there are not enough devices for the ranks.
     """
-    if dist.is_initialized():  # the group of a run of a sweep that has failed: who hasn't failed there loses this rank
+    # In a sweep, a failed run leaves its group open. Ranks that still wait in it see a lost connection now, and leave.
+    if dist.is_initialized():
         dist.destroy_process_group()
     # A launcher's values always win; these are for a start without one. Port 0: any that is free.
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -196,9 +197,10 @@ class PicklerWithoutTensors(pickle.Pickler):
         if not isinstance(value, torch.Tensor):
             return None
         storage = value.untyped_storage()
-        number = self._numbers.setdefault(storage.data_ptr(), len(self.storages))
-        if number == len(self.storages):
+        if storage.data_ptr() not in self._numbers:
+            self._numbers[storage.data_ptr()] = len(self.storages)
             self.storages.append(storage)
+        number = self._numbers[storage.data_ptr()]
         return number, value.dtype, value.storage_offset(), value.shape, value.stride()
 
 
@@ -254,9 +256,10 @@ class StopRequest:
 def settle_buckets(model: torch.nn.Module, autocast: AbstractContextManager[Any], tokens: torch.Tensor) -> None:
     """Let DDP arrange its buckets before the first step, in two passes whose gradients nobody uses.
 
-    After its first backward pass, DDP sorts the gradients anew, in the order in which they came. With three or more
-    ranks, a gradient's place decides in which order the ranks' shares of it are added, and so its last bits. Without
-    these passes, a run that was started again would take one step with other sums than the run that went through.
+    A bucket is a block of memory in which DDP sends several gradients. After its first backward pass, DDP sorts the
+    gradients anew, in the order in which they came. With three or more ranks, a gradient's place decides in which order
+    the ranks' shares of it are added, and so its last bits. Without these passes, a run that was started again would
+    take one step with other sums than the run that went through.
 
     Args:
         model: wrapped in DistributedDataParallel; it isn't changed.

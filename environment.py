@@ -20,7 +20,7 @@ if not (3, 10) <= sys.version_info[:2] <= (3, 14):
 # OpenMP's threads spin for a while when they have no work. Where another program wants the same cores, a long spin
 # makes a step several times slower. This is the number of turns; a choice that the user has made stays.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 _missing_directories: set[str] = set()  # that this process has asked for, and that weren't there
 
@@ -35,6 +35,8 @@ def guard() -> None:
         if getattr(sys, name) is None:  # closed, as by 2>&-: the next file to be opened would get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     sys.stderr = Console(sys.stderr)
+    # Hydra makes the run directory before our code runs. If the command is refused then, or was a dry run, this empty
+    # directory should go again. An audit hook, which Python calls before such operations, notes what was new.
     sys.addaudithook(_note_directory)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # some launchers ignore it, as nohup does SIGHUP
         signal.signal(signal.SIGINT, _leave_at_once)
@@ -64,15 +66,15 @@ class Console:
 
 
 def remove_directories(path: str = "") -> None:
-    """Remove the directories that this process has made, if they are empty: all of them, or those on a path."""
-    for directory in sorted(_missing_directories, key=len, reverse=True):
+    """Remove the directories that this process has made, if they are empty: all, or those on an absolute path."""
+    for directory in sorted(_missing_directories, key=len, reverse=True):  # the deepest first
         if not path or (path + os.sep).startswith(directory + os.sep):
             with contextlib.suppress(OSError):  # not empty: somebody needs it
                 os.rmdir(directory)
 
 
 def _note_directory(event: str, arguments: Any) -> None:
-    """Called by Python at many events; Hydra makes the run directory, with its parents, before it calls us."""
+    """Remember directories that are about to be made; Python calls this at many other events, too."""
     if event == "os.mkdir" and not os.path.lexists(arguments[0]):
         _missing_directories.add(os.path.abspath(os.fsdecode(arguments[0])))
 

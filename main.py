@@ -104,7 +104,8 @@ def train(cfg: DictConfig) -> None:
     try:
         outcome.loss = run(cfg, outcome.run_dir)
     except BaseException as error:
-        if not is_sweep or not outcome.note(error):
+        is_failure = outcome.note(error) if is_sweep else False
+        if not is_failure:
             raise  # a run that a signal has stopped ends a sweep, too
     if cfg.trainer_config.compile:  # or what was compiled for each run would count against torch's limit
         torch.compiler.reset()
@@ -159,8 +160,9 @@ def main() -> None:
     accept_hydras_help()
     code: Any = 0
     try:
-        options = suggestion([a for a in sys.argv[1:] if a.startswith("--")], RECIPES, closeness=0.8)
-        sys.exit(f"error: {options}") if options else train()
+        # Hydra would answer --max_steps with a page of usage.
+        complaint = suggestion([a for a in sys.argv[1:] if a.startswith("--")], RECIPES, closeness=0.8)
+        sys.exit(f"error: {complaint}") if complaint else train()
     except SystemExit as request:
         code = request.code
     except (HydraException, OmegaConfBaseException) as error:

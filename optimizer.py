@@ -208,10 +208,10 @@ class Muon(Optimizer):
             return orthogonalize(pieces, self.dtype, ns_steps)
         share = math.ceil(len(pieces) / self.world_size)
         padded = F.pad(pieces, (0, 0, 0, 0, 0, share * self.world_size - len(pieces)))  # zeros stay zeros
-        updates = torch.empty_like(padded)
-        mine = orthogonalize(padded.split(share)[self.rank], self.dtype, ns_steps)
+        updates = torch.empty_like(padded, dtype=self.dtype)  # sent as they were computed: no bit is lost
+        mine = orthogonalize(padded.split(share)[self.rank], self.dtype, ns_steps).to(self.dtype)
         dist.all_gather(list(updates.split(share)), mine.contiguous())
-        return updates[: len(pieces)]
+        return updates[: len(pieces)].float()
 
 
 class MuonWithAdamW(Optimizer):

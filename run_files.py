@@ -1,6 +1,9 @@
 """The files of one run: which snapshot it goes on from, what it saves, and what keeps two runs apart.
 
 Read it after `snapshot.py`, which writes and reads a single snapshot. `corpus.py` comes next.
+
+A *run* is what a run directory holds. A *launch* is one command: it begins a run or goes on with one. After a failure,
+torchrun may *restart* a launch. All of this is rank 0's business.
 """
 
 import hashlib
@@ -56,8 +59,7 @@ class RunSnapshots:
 
     def __init__(self, run_dir: str, url: str, identity: Snapshot, launch: str, optimizer: Optimizer):
         self.run_dir, self.url, self.identity, self.optimizer = run_dir, url, identity, optimizer
-        # Saved in every snapshot: by whom it was written.
-        self.run = {"directory": os.path.abspath(run_dir), "launch": launch}
+        self.written_by = {"directory": os.path.abspath(run_dir), "launch": launch}  # "run" in every snapshot
         self.errors: dict[str, str] = {}
         self.last_step: int | None = None
         self._stamps: dict[str, str | None] = {}  # by URL, what this process has last found or written there
@@ -74,7 +76,7 @@ class RunSnapshots:
             if is_best and state["step"] == self.last_step:  # just saved: the same file, by a second name
                 duplicate(self.url, url)
             else:
-                save_snapshot({**self.identity, **state, "run": self.run}, url, keep_previous=not is_best)
+                save_snapshot({**self.identity, **state, "run": self.written_by}, url, keep_previous=not is_best)
             self._stamps[url] = stamp(url)
             self.last_step = self.last_step if is_best else state["step"]
             self.errors.pop(url, None)
@@ -97,14 +99,17 @@ class RunSnapshots:
         prepare(self.url)
         # First, and only two numbers of it: otherwise two whole snapshots would be in memory at once.
         best_loss, best_step, problem = self._best_so_far() if resume or is_restart else (None, 0, "")
-        snapshot = load_own(self.url, resume, self.run["launch"] if is_restart else None, self._check)
+        snapshot = load_own(self.url, resume, self.written_by["launch"] if is_restart else None, self._check)
+        # A launch that was restarted before its first save: what is there is its own log and curves.
         is_fresh = is_restart and stamp(self.url) is None and stamp(previous_url(self.url)) is None
-        if is_half_moved(self.run_dir) or not (resume or snapshot or is_fresh):
+        goes_on = resume or snapshot is not None or is_fresh
+        if is_half_moved(self.run_dir) or not goes_on:
             folder = set_aside(self.run_dir, self.url)
             if folder:
                 log.info("moved the run that was there to %s; hydra.run.dir=%s goes on with it", folder, folder)
             snapshot = None
         if snapshot is not None:
+            self._check_directory(snapshot)
             if problem:
                 log.warning("no usable best snapshot, the next evaluation makes one: %s", problem)
             if best_loss is None and best_step != snapshot["step"]:
@@ -118,8 +123,10 @@ class RunSnapshots:
     def _best_so_far(self) -> tuple[float | None, int, str]:
         """(Loss, step, why it can't be used) of the best snapshot, which may be newer than the latest.
 
-        A copy of the latest was saved before it was evaluated, so its loss is None here. It is in the snapshots that
-        came after it; or it is found by an evaluation at the start, where the run goes on from this very step.
+        In a step that is both saved and evaluated, the latest snapshot is written first. If the evaluation finds that
+        it is the best, the best snapshot is a second name of the same file, in which the best loss is still an older
+        one; the loss is None then. Later snapshots have it. If there is no later one, the run goes on from this very
+        step, and evaluates it again (`Trainer._start`).
         """
         url = best_url(self.url)
         try:
@@ -138,6 +145,16 @@ class RunSnapshots:
         check_matches(snapshot, self.identity)
         check_optimizer(snapshot, url, self.optimizer)
 
+    def _check_directory(self, snapshot: Snapshot) -> None:
+        """Raise ValueError where a snapshot outside of the run directory belongs to the run in another one."""
+        other = snapshot.get("run", {}).get("directory", self.run_dir)
+        if not is_in(self.url, self.run_dir) and os.path.realpath(other) != os.path.realpath(self.run_dir):
+            raise ValueError(
+                f"{self.url} holds step {snapshot['step']} of the run in {other}, and this run's directory is "
+                f"{self.written_by['directory']}; go on with that run by hydra.run.dir={other}, or give this one "
+                "another trainer_config.snapshot_path"
+            )
+
     def _check_owner(self, url: str) -> None:
         """Raise RunError where another run has written to a URL since this one last did."""
         present = stamp(url)
@@ -145,10 +162,10 @@ class RunSnapshots:
             return
         other = load_snapshot(url)
         writer = other.get("run", {})
-        if writer != self.run:  # equal: a save that seemed to have failed has arrived after all
+        if writer != self.written_by:  # equal: a save that seemed to have failed has arrived after all
             raise RunError(
                 f"{url} now holds step {other.get('step')} of another run ({writer.get('directory', 'unknown')}), and "
-                f"this run ({self.run['directory']}) does not overwrite it; give each run its own "
+                f"this run ({self.written_by['directory']}) does not overwrite it; give each run its own "
                 "trainer_config.snapshot_path, or none, and its own hydra.run.dir"
             )
 

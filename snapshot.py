@@ -77,7 +77,7 @@ def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True) -> N
         if os.path.exists(temporary):
             os.unlink(temporary)
     if os.name == "posix":
-        _sync(os.path.dirname(path))  # a rename is an entry in the directory, and that must reach the disk too
+        _force_to_disk(os.path.dirname(path))  # a rename is an entry in the directory, and that must reach the disk too
 
 
 def load_snapshot(url: str) -> Snapshot:
@@ -135,8 +135,10 @@ def _with_tag(url: str, tag: str) -> str:
 
 # ------------------------------------------------------------- armour: damaged files, stores that fail or don't answer
 
-SECONDS_TO_ANSWER = 60.0  # a save to a store has failed after so long, and a second more for each
-BYTES_A_SECOND = 10e6  # that it has to send: training goes on, and the other ranks wait no longer than this
+# A save to a store has failed after SECONDS_TO_ANSWER + its bytes / BYTES_A_SECOND: training goes on without it, and
+# the other ranks don't wait longer. Reading has no such limit: at the start there is no training to hold up.
+SECONDS_TO_ANSWER = 60.0
+BYTES_A_SECOND = 10e6
 
 
 def check_archive(file: Any) -> None:
@@ -289,14 +291,17 @@ def stamp(url: str) -> str | None:
     try:
         if isinstance(filesystem, LocalFileSystem):
             status = os.stat(path)
-            return f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"  # a second name changes the rest
+            return f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"  # `duplicate` changes its other entries
         return str(ask(filesystem, "info", path))
     except FileNotFoundError:
         return None
 
 
 def duplicate(url: str, target: str) -> None:
-    """Give a snapshot a second name, whole or not at all, without writing it again: snapshots are never changed."""
+    """Give a snapshot a second name, without writing it again: a hard link, for a file is never changed, only replaced.
+
+    In a store it is a copy that the store makes itself. What was at `target` is replaced as a whole or not at all.
+    """
     filesystem, path = fsspec.url_to_fs(url)
     goal = fsspec.url_to_fs(target)[1]
     if not isinstance(filesystem, LocalFileSystem):
@@ -306,15 +311,15 @@ def duplicate(url: str, target: str) -> None:
     try:
         try:
             os.link(path, temporary)
-        except OSError:  # not every file system can: there it is written once more
+        except OSError:  # a file system without hard links: there it is written once more
             shutil.copyfile(path, temporary)
-            _sync(temporary)
+            _force_to_disk(temporary)
         os.replace(temporary, goal)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
     if os.name == "posix":
-        _sync(os.path.dirname(goal))
+        _force_to_disk(os.path.dirname(goal))
 
 
 def move(url: str, target: str) -> None:
@@ -341,7 +346,7 @@ def is_in(url: str, folder: str) -> bool:
     )
 
 
-def _sync(path: str) -> None:
+def _force_to_disk(path: str) -> None:
     """Force a file, or a directory's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -1,7 +1,7 @@
-"""Armour: whether what a whole snapshot holds can be used, by its own configuration.
+"""Armour: whether the contents of an undamaged snapshot fit together, by its own configuration.
 
-A first reader can skip this file. A file can be whole to the last checksum and yet hold nothing that fits together;
-then it counts as damaged like any other. `run_files.py` comes next.
+A first reader can skip this file. A file can be complete to the last checksum and still unusable, because parts are
+missing, or of another type or size; it counts as damaged, too. `run_files.py` comes next.
 """
 
 import math
@@ -76,7 +76,7 @@ def check_contents(snapshot: Snapshot, url: str) -> None:
         if snapshot["scaler"]:  # empty where the run wasn't in float16
             _check_types(snapshot["scaler"], scale | {"growth_interval": int, "_growth_tracker": int})
         _check_types(snapshot.get("run", {}), dict.fromkeys(snapshot.get("run", {}), str))
-        _check_types({"best_step": 0, **snapshot}, {"best_step": int})
+        _check_types({"best_step": 0, **snapshot}, {"best_step": int})  # the first version had none
         if snapshot["step"] < 0 or math.isnan(snapshot["best_eval_loss"]):
             raise ValueError(f"step {snapshot['step']}, best loss {snapshot['best_eval_loss']}")
     except Exception as error:  # odd contents raise almost anything
@@ -92,7 +92,7 @@ def check_optimizer(snapshot: Snapshot, url: str, optimizer: Optimizer) -> None:
 
 
 def check_plain(values: Any) -> None:
-    """Raise ValueError unless a value is a dictionary of numbers, strings, None, and lists of them."""
+    """Raise ValueError unless `values` is a dictionary of numbers, strings, None, and lists of them."""
     plain = (str, int, float, type(None))
     for name, value in values.items():
         if not isinstance(value, plain) and not (isinstance(value, list) and all(isinstance(v, plain) for v in value)):
@@ -102,5 +102,5 @@ def check_plain(values: Any) -> None:
 def _check_types(values: Snapshot, types: dict[str, type]) -> None:
     for name, expected in types.items():
         value = values.get(name)
-        if type(value) is bool or not isinstance(value, expected):
+        if type(value) is bool or not isinstance(value, expected):  # to Python, True is an int
             raise ValueError(f"{name} is {'missing' if name not in values else f'a {type(value).__name__}'}")

@@ -245,7 +245,8 @@ class Trainer:
             log.info("starting from the model of %s; its evaluation loss is to be beaten:", self.config.init_from)
             self._evaluate_and_keep_best()
         elif self._is_due(self.config.eval_every_steps) or 0 < self.step == self.state.best_step:
-            # A stop may have left it out, and the loss of a best snapshot that is the latest, too, is in none of them.
+            # A stop may have come between save and evaluation; or the best snapshot is the latest, by a second name,
+            # and was written before its loss was known.
             self._evaluate_and_keep_best()
         if isinstance(self.model, DistributedDataParallel) and self.step < self.state.total_steps:
             shape = self.micro_batch_size, self.block_size
@@ -361,7 +362,8 @@ class Trainer:
         Raises:
             RunError: on some rank the loss or the gradient is not finite, or the launcher is gone.
         """
-        self.stop_request.listen()  # before the first step a signal ends the program: there is nothing to save yet
+        # The first call alone does something. Until then a signal ends the program at once: there is nothing to save.
+        self.stop_request.listen()
         # On an accelerator, reading a number makes the program wait: there only steps that wait anyway are looked at,
         # and those that are saved or evaluated. On a CPU the number is at hand.
         asked, c = self.stop_request.signal, self.config  # the signal is read once: it may come at any moment

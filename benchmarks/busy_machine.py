@@ -26,7 +26,6 @@ from _common import PROJECT, Figures, measure_in_turns, print_table, report
 SETTINGS = {
     "libgomp's own": {"GOMP_SPINCOUNT": "300000"},
     "environment.py's": {},
-    "GOMP_SPINCOUNT=1000": {"GOMP_SPINCOUNT": "1000"},
     "OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
 }
 

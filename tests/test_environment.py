@@ -47,7 +47,7 @@ def test_the_environment_is_settled_before_torch_is_loaded():
 
 @pytest.mark.parametrize(
     ("given", "spins"),
-    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
 def test_the_users_own_openmp_settings_win(given, spins):
     """Catches a setting that overrides what the user, or the administrator of a cluster, has chosen."""

@@ -178,6 +178,22 @@ main.main()
     assert load_snapshot(str(path))["run"]["directory"] == "/the/other/run"
 
 
+def test_a_run_in_another_directory_does_not_take_a_snapshot_over(url, tmp_path):  # noqa: F811
+    """Catches a second run that goes on from the first one's snapshot, and replaces it while that is at work."""
+    settings = [f"trainer_config.snapshot_path={url}"]
+    with world_of_one() as ranks:
+        first, again, second = (
+            make_trainer(tmp_path / name, *settings, ranks=ranks) for name in ("first", "first", "second")
+        )
+        first.resume()
+        first.state.step = 5
+        first._save()
+        with pytest.raises(ValueError, match=f"of the run in {tmp_path / 'first'}, and .*{tmp_path / 'second'}"):
+            second.resume()
+        again.resume()
+        assert again.step == 5
+
+
 def test_a_save_that_arrives_late_is_no_other_run(tmp_path):
     """Catches a run that ends because its own save, which had seemed to fail, was written after all."""
     with world_of_one() as ranks:
@@ -499,3 +515,36 @@ def test_a_store_that_never_answers_costs_a_save_and_not_the_run(tmp_path, monke
         server.close()
         s3fs.S3FileSystem.clear_instance_cache()
     assert time.monotonic() - began < 60  # its client alone would take more than six minutes
+
+
+# ------------------------------------------------------------------------------------ memory
+
+
+def test_resuming_needs_the_memory_of_two_snapshots_at_most(tmp_path):
+    """Catches a file that is read as a whole before it is loaded, and a best snapshot held beside the latest."""
+    script = """
+import resource, sys
+from pathlib import Path
+from test_trainer import make_trainer, world_of_one
+folder = Path(sys.argv[1])
+sizes = ["gpt_config.n_embd=512", "gpt_config.n_layer=4", "trainer_config.batch_size=1"]
+with world_of_one() as ranks:
+    trainer = make_trainer(folder, *sizes, ranks=ranks)
+    if sys.argv[2] == "save":
+        trainer._train_step(trainer._batches())
+        trainer.state.step = trainer.state.best_step = 1
+        trainer._save(is_best=True)
+        trainer._save()
+    else:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        trainer.resume()
+        assert trainer.step == 1
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+    environment = {"PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}"}
+    for what in ("save", "resume"):
+        process = run_program(sys.executable, "-c", script, tmp_path, what, env=environment)
+        assert process.returncode == 0, process.stderr
+    size = (tmp_path / "gpt_snapshot.pt").stat().st_size
+    assert size > 100e6
+    assert int(process.stdout) < 2.1 * size
