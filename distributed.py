@@ -60,6 +60,11 @@ def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator
     if "RANK" not in os.environ:
         for key, value in alone.items():
             os.environ.setdefault(key, value)
+    missing = [key for key in alone if key not in os.environ]
+    if missing:
+        raise ValueError(
+            f"RANK is set, and {', '.join(missing)} not; a launcher sets all of them, and a start alone none"
+        )
     local_rank, restarts = int(os.environ["LOCAL_RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     device = choose_device(local_rank, device_wish)
     timeout = timedelta(minutes=timeout_minutes)
@@ -73,7 +78,8 @@ def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator
     dist.init_process_group(
         backend, timeout=timeout, world_size=world_size, rank=rank, store=store, device_id=bound_device
     )
-    yield Ranks(rank, local_rank, world_size, device, launch, is_restart=restarts > 0)
+    # Agents count the restarts of their own node only.
+    yield Ranks(rank, local_rank, world_size, device, launch, is_restart=all_reduce_max([restarts])[0] > 0)
     dist.destroy_process_group()  # not after an error: it may wait for ranks that are waiting for this one
 
 
@@ -232,8 +238,10 @@ class StopRequest:
         """Install the handler, in place of what the signals would do."""
         if not self._former:
             for name in ("SIGTERM", "SIGINT", "SIGHUP"):
-                if hasattr(signal, name):  # Windows has no SIGHUP
-                    number = getattr(signal, name)
+                number = getattr(signal, name, None)  # Windows has no SIGHUP
+                if number is not None and not (
+                    name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN
+                ):  # nohup
                     self._former[number] = signal.signal(number, self._remember)
 
     def stop_listening(self) -> None:
@@ -266,9 +274,10 @@ def settle_buckets(model: torch.nn.Module, autocast: AbstractContextManager[Any]
         autocast: the context of its forward passes.
         tokens: some micro-batch, int64 (B, T), of the shape that all have: the model is compiled for it, perhaps.
     """
+    targets = tokens.clone()  # a tensor of its own, as in training: compiled code distinguishes that
     for _ in range(2):  # the second one puts the new order into effect
         with autocast:
-            _, loss = model(tokens, tokens)
+            _, loss = model(tokens, targets)
         loss.backward()
     model.zero_grad(set_to_none=False)
 
@@ -305,6 +314,11 @@ def in_one_line(error: Exception) -> str:
     """An error's words, without the frames of C++ that torch can add to them."""
     words = str(error).split("Exception raised from")[0]
     return " ".join(line.strip() for line in words.splitlines() if line.strip()).rstrip(".")
+
+
+def is_alone() -> bool:
+    """Whether this is the only rank, also where there is no process group (any more)."""
+    return os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def is_rank_0() -> bool:

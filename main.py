@@ -30,10 +30,19 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from char_dataset import CharVocabulary, DataConfig, split_codes
 from config import Config, directory_name, explain, suggestion
 from corpus import BUNDLED_TEXT, download_corpus, read_text
-from distributed import Ranks, all_gather, broadcast_from_main, is_rank_0, leave, leave_if_lost, process_group
+from distributed import (
+    Ranks,
+    all_gather,
+    broadcast_from_main,
+    is_alone,
+    is_rank_0,
+    leave,
+    leave_if_lost,
+    process_group,
+)
 from model import GPT, GPTConfig
-from report import Outcome, help_text, set_up_logging, sweep_table
-from run_files import RunError, load_base, load_own, lock, start_from
+from report import Outcome, help_text, open_log_file, set_up_logging, sweep_table
+from run_files import RunError, is_half_moved, load_base, load_own, lock, start_from
 from snapshot import Snapshot
 from snapshot_contents import check_contents
 from trainer import Trainer
@@ -67,8 +76,10 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_co
     base: Snapshot | None = None  # the model to fine-tune, read by one rank for all
     if settings.init_from is not None:
         if ranks.is_main:
-            launch = ranks.launch if ranks.is_restart else None
-            base = load_base(settings.init_from, load_own(snapshot_path, settings.resume, launch, check_contents))
+            own, launch = None, ranks.launch if ranks.is_restart else None
+            if not (settings.dry_run or is_half_moved(run_dir)):
+                own = load_own(snapshot_path, settings.resume, launch, check_contents)
+            base = load_base(settings.init_from, own)
         base = broadcast_from_main(base)
 
     text = read_text(path)
@@ -105,8 +116,10 @@ def train(cfg: DictConfig) -> None:
         outcome.loss = run(cfg, outcome.run_dir)
     except BaseException as error:
         is_failure = outcome.note(error) if is_sweep else False
-        if not is_failure:
-            raise  # a run that a signal has stopped ends a sweep, too
+        # A run that a signal has stopped ends a sweep. So does one that fails on several ranks: if one of them alone
+        # has failed, the others still wait for it.
+        if not is_failure or not is_alone():
+            raise
     if cfg.trainer_config.compile:  # or what was compiled for each run would count against torch's limit
         torch.compiler.reset()
 
@@ -134,6 +147,7 @@ def run(cfg: DictConfig, run_dir: str) -> float:
             log.warning(warning)
         trainer = build_trainer(config, path, ranks, run_dir, values)
         trainer.resume()
+        open_log_file()
         if writes:
             OmegaConf.save(cfg, Path(run_dir) / "config.yaml", resolve=True)
     except (ValueError, OSError, OmegaConfBaseException) as error:  # what a user can mend; in `fit` it would be a bug
@@ -255,6 +269,8 @@ def accept_hydras_help() -> None:
 
 def remove_if_empty(run_dir: str, is_ours: bool) -> None:
     """Remove the directories that Hydra has made, if nothing came into them and no other run has them."""
+    if not is_rank_0():
+        return
     with contextlib.suppress(OSError, ValueError):
         if not is_ours:
             lock(run_dir)

@@ -313,23 +313,32 @@ def check_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """
     parts: dict[str, Optimizer] = optimizer.parts if isinstance(optimizer, MuonWithAdamW) else {"": optimizer}
     states = state if isinstance(optimizer, MuonWithAdamW) else {"": state}
+    if states.keys() != parts.keys():
+        raise ValueError(f"optimizer state of {[*states]}, not of {[*parts]}")
     for name, part in parts.items():
-        saved = states[name]["state"]
-        sizes = [len(group["params"]) for group in states[name]["param_groups"]]
-        if len(sizes) != len(part.param_groups):
+        saved, groups = states[name]["state"], states[name]["param_groups"]
+        if not groups or not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise ValueError(f"{name} state without parameter groups")
+        if len(groups) != len(part.param_groups):
             continue
         parameters = [p for group in part.param_groups for p in group["params"]]
-        # Without any, no step was taken yet.
-        if sizes != [len(group["params"]) for group in part.param_groups] or len(saved) not in (0, len(parameters)):
-            raise ValueError(f"{name} state of {len(saved)} parameters in groups of {sizes}, not of {len(parameters)}")
+        sizes = [len(group["params"]) for group in part.param_groups]
+        numbers = [number for group in groups for number in group["params"]]
+        # Without any state, no step was taken yet.
+        is_alike = [len(group["params"]) for group in groups] == sizes and numbers == [*range(len(parameters))]
+        if not is_alike or saved.keys() not in (set(), set(numbers)):
+            raise ValueError(f"{name} state of {len(saved)} parameters, not of {len(parameters)} in groups of {sizes}")
         names = {"momentum_buffer"} if isinstance(part, Muon) else {"step", "exp_avg", "exp_avg_sq"}
-        for index, values in saved.items():
+        for number, values in saved.items():
             if values.keys() != names:
                 raise ValueError(f"{name} state {[*values]}, not {sorted(names)}")
             for key, value in values.items():
-                shape = () if key == "step" else parameters[index].shape
-                if not isinstance(value, Tensor) or value.shape != shape or not value.isfinite().all():
-                    raise ValueError(f"{name} state {key} of parameter {index} is not a finite tensor of shape {shape}")
+                shape = () if key == "step" else parameters[number].shape
+                has_form = isinstance(value, Tensor) and value.shape == shape and value.dtype == torch.float32
+                if not has_form or not value.is_contiguous() or not value.isfinite().all():
+                    raise ValueError(f"{name} state {key} of parameter {number} is no finite float32 of shape {shape}")
+                if key == "exp_avg_sq" and (value < 0).any():
+                    raise ValueError(f"{name} state {key} of parameter {number} is an average of squares, and negative")
 
 
 def check_optimizer_config(c: OptimizerConfig) -> None:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from logging.handlers import WatchedFileHandler
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -271,10 +271,23 @@ def set_up_logging(is_main: bool, prefix: str, log_file: Path | None) -> None:
     level = logging.INFO if is_main else logging.WARNING
     handlers: list[logging.Handler] = [ConsoleHandler(level)]
     if log_file is not None:
-        handlers.append(LogFile(log_file, encoding="utf-8", delay=True))
+        target = LogFile(log_file, encoding="utf-8", delay=True)
+        handlers.append(MemoryHandler(10_000, logging.CRITICAL + 1, target, flushOnClose=False))
     form = f"%(asctime)s {prefix}%(message)s"
     logging.basicConfig(level=level, format=form, datefmt="%H:%M:%S", handlers=handlers, force=True)
     logging.getLogger("hydra").setLevel(logging.WARNING)  # it counts the runs of a sweep from 0, and we from 1
+
+
+def open_log_file() -> None:
+    """Begin main.log, with what was said up to now: only now it is clear whose run directory this is.
+
+    A run that was moved aside takes its log with it, and must not get lines of the run that comes after it.
+    """
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if isinstance(h, MemoryHandler) and h.target is not None]:
+        handler.flush()
+        root.removeHandler(handler)
+        root.addHandler(handler.target)
 
 
 class ConsoleHandler(logging.Handler):
@@ -285,11 +298,8 @@ class ConsoleHandler(logging.Handler):
         load_tqdm().write(self.format(record), file=sys.stderr)
 
 
-class LogFile(WatchedFileHandler):
-    """main.log. It is not worth a run either: on a full disk it ends, and the run goes on.
-
-    Watched: when a run is moved aside, its log goes with it, and what comes after that goes into a new file.
-    """
+class LogFile(logging.FileHandler):
+    """main.log. It is not worth a run either: on a full disk it ends, and the run goes on."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line, or none."""

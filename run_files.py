@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import posixpath
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ class RunSnapshots:
         url = best_url(self.url) if is_best else self.url
         try:
             self._check_owner(url)
-            if is_best and state["step"] == self.last_step:  # just saved: the same file, by a second name
+            # Just saved: the same file, by a second name.
+            if is_best and state["step"] == self.last_step and self._stamps.get(self.url):
                 duplicate(self.url, url)
             else:
                 save_snapshot({**self.identity, **state, "run": self.written_by}, url, keep_previous=not is_best)
@@ -100,13 +102,10 @@ class RunSnapshots:
         # First, and only two numbers of it: otherwise two whole snapshots would be in memory at once.
         best_loss, best_step, problem = self._best_so_far() if resume or is_restart else (None, 0, "")
         snapshot = load_own(self.url, resume, self.written_by["launch"] if is_restart else None, self._check)
-        # A launch that was restarted before its first save: what is there is its own log and curves.
-        is_fresh = is_restart and stamp(self.url) is None and stamp(previous_url(self.url)) is None
-        goes_on = resume or snapshot is not None or is_fresh
-        if is_half_moved(self.run_dir) or not goes_on:
+        if is_half_moved(self.run_dir) or not (resume or snapshot is not None):
             folder = set_aside(self.run_dir, self.url)
             if folder:
-                log.info("moved the run that was there to %s; hydra.run.dir=%s goes on with it", folder, folder)
+                log.info("moved the run that was there to %s; to go on with it: %s", folder, self._command(folder))
             snapshot = None
         if snapshot is not None:
             self._check_directory(snapshot)
@@ -139,6 +138,13 @@ class RunSnapshots:
         is_known = best.get("best_step", best["step"]) == best["step"]
         return best["best_eval_loss"] if is_known else None, best["step"], ""
 
+    def _command(self, folder: str) -> str:
+        """What to type to go on with a run that was moved to a folder."""
+        words = ["python", "main.py", f"hydra.run.dir={folder}"]
+        if not is_in(self.url, self.run_dir):
+            words.append(f"trainer_config.snapshot_path={_aside(self.url, Path(folder).name)}")
+        return shlex.join(words)
+
     def _check(self, snapshot: Snapshot, url: str) -> None:
         """Raise ValueError unless this run can go on from a snapshot, DamagedSnapshotError where nobody can."""
         check_contents(snapshot, url)
@@ -161,7 +167,8 @@ class RunSnapshots:
         if present is None or present == self._stamps.get(url):
             return
         other = load_snapshot(url)
-        writer = other.get("run", {})
+        written_by = other.get("run")
+        writer = written_by if isinstance(written_by, dict) else {}
         if writer != self.written_by:  # equal: a save that seemed to have failed has arrived after all
             raise RunError(
                 f"{url} now holds step {other.get('step')} of another run ({writer.get('directory', 'unknown')}), and "
@@ -298,29 +305,43 @@ def set_aside(run_dir: str, url: str) -> str:
 
     Returns:
         The folder, run_dir/old-1 or the next free number; "" where there was nothing to move.
+
+    Raises:
+        ValueError: they can't be moved.
     """
     folder = Path(run_dir)
     begun = next(folder.glob("old-*.moving"), None)
     files = [path for pattern in RUN_FILES for path in folder.glob(pattern)]
     snapshots = [u for u in (previous_url(url), best_url(url), f"{url}.damaged", url) if stamp(u)]
-    if not (begun or files or snapshots):
+    if not (begun or snapshots or any(path.name != "main.log" for path in files)):  # a log alone is this start's own
         return ""
     number = 1
     while (folder / f"old-{number}").exists() or any(stamp(_aside(u, f"old-{number}")) for u in snapshots):
         number += 1
     moving = begun or folder / f"old-{number}.moving"
     name = moving.name.removesuffix(".moving")
-    moving.mkdir(exist_ok=True)
-    for path in files:
-        os.replace(path, moving / path.name)
-    for u in snapshots:
-        move(u, str(moving / posixpath.basename(u)) if is_in(u, run_dir) else _aside(u, name))
-    moving.rename(folder / name)
+    try:
+        moving.mkdir(exist_ok=True)
+        for path in files:
+            target = moving / path.name
+            while target.exists():  # of a start between the interrupted move and this one
+                target = target.with_name(f"{target.name}+")
+            os.replace(path, target)
+        for u in snapshots:
+            move(u, str(moving / posixpath.basename(u)) if is_in(u, run_dir) else _aside(u, name))
+        moving.rename(folder / name)
+    except OSError as error:
+        raise ValueError(
+            f"the run in {run_dir} can't be moved aside ({error}); get permission, or give the new run a directory of "
+            "its own with hydra.run.dir=runs/NAME"
+        ) from error
     return str(folder / name)
 
 
 def _aside(url: str, name: str) -> str:
-    return posixpath.join(posixpath.dirname(url), name, posixpath.basename(url))
+    """Where a file moves to: a folder of that name beside it."""
+    folder, slash, file = url.rpartition("/")
+    return f"{folder}{slash}{name}/{file}"
 
 
 def is_half_moved(run_dir: str) -> bool:

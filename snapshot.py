@@ -163,6 +163,8 @@ def digest(value: Any) -> str:
             return sha.hexdigest()
         part = waiting.pop()
         if isinstance(part, Tensor):
+            if part.numel() * part.element_size() > part.untyped_storage().nbytes():
+                raise ValueError("a tensor that is larger than its data")
             sha.update(f"{part.dtype} {tuple(part.shape)}".encode())
             sha.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         elif isinstance(part, dict):

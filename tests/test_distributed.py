@@ -359,6 +359,22 @@ def test_the_first_signal_is_the_one_that_counts(own_handlers):
         assert request.signal == signal.SIGTERM
 
 
+def test_nohup_is_respected(own_handlers):
+    """Catches a run under nohup that a closed terminal stops all the same."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    request = StopRequest()
+    request.listen()
+    signal.raise_signal(signal.SIGHUP)
+    assert request.signal == 0
+
+
+def test_half_a_launchers_environment_is_named(no_launcher):
+    """Catches a KeyError for whoever sets RANK by hand, and not the rest."""
+    no_launcher.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="RANK is set, and LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not"):
+        process_group(1.0).__enter__()
+
+
 def test_loader_processes_ignore_both_signals(own_handlers):
     """Catches a worker that a Ctrl-C ends, with a traceback, before its rank has saved."""
     noticed = []

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import PROJECT, TINY_RUN, run_program
+from conftest import HANGS, PROJECT, TINY_RUN, run_program
 
 from snapshot import load_snapshot
 
@@ -68,7 +68,7 @@ def interrupt(command: list[str], moment: Callable[[int], bool]) -> tuple[int, s
         [sys.executable, *command], cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + HANGS
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError):  # a child that has just ended
             if moment(process.pid):
@@ -78,7 +78,7 @@ def interrupt(command: list[str], moment: Callable[[int], bool]) -> tuple[int, s
         process.kill()
         raise AssertionError(f"the moment never came: {process.communicate()[0]}")
     os.killpg(process.pid, signal.SIGINT)
-    words = process.communicate(timeout=90)[0]
+    words = process.communicate(timeout=HANGS)[0]
     return process.returncode, words
 
 
@@ -149,7 +149,7 @@ def test_a_terminal_that_was_closed_costs_nothing(tmp_path):
     os.close(console)
     assert os.read(terminal, 1)  # it has begun to speak, so torch is loaded and the run is set up
     os.close(terminal)
-    assert process.wait(90) == 0
+    assert process.wait(HANGS) == 0
     assert load_snapshot(str(tmp_path / "run" / "gpt_snapshot.pt"))["step"] == 20
 
 

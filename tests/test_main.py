@@ -229,6 +229,18 @@ def test_a_sweep_goes_on_after_a_failing_run(tmp_path):
         assert read_losses(run_dir, "eval/best_loss") == {10: pytest.approx(best)}
 
 
+def test_a_failing_run_ends_a_sweep_of_several_ranks(tmp_path):
+    """Catches ranks that wait for ever for rank 0, which has failed alone and gone on to the next run."""
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "gpt_snapshot.pt").write_bytes(b"damaged")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    sweep = [f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=${hydra.job.num}", *TINY_RUN]
+    process = run_program(*launcher, "main.py", "-m", *sweep, "trainer_config.seed=1,2")
+    assert process.returncode == 1
+    assert "no usable snapshot is left" in process.stderr
+    assert not (tmp_path / "1").exists()
+
+
 def test_a_signal_ends_a_sweep(tmp_path):
     """Catches a Ctrl-C that stops one run of a sweep, and lets the next one begin."""
     script = (

@@ -83,6 +83,51 @@ def test_a_run_moves_aside_as_a_whole_and_back_as_one_thing(copied_run, tmp_path
     assert read_losses(tmp_path / "again") == losses
 
 
+def test_fine_tuning_after_an_interrupted_move_starts_from_its_base(old_run, copied_run, tmp_path):
+    """Catches a model that is taken from the half-moved run, and trained from its first step on."""
+    (copied_run / "old-1.moving").mkdir()
+    (copied_run / "main.log").rename(copied_run / "old-1.moving" / "main.log")
+    base = load_snapshot(str(old_run / "gpt_snapshot.prev.pt"))
+    save_snapshot(base, str(tmp_path / "base.pt"))
+    with world_of_one() as ranks:
+        trainer = make_trainer(copied_run, f"trainer_config.init_from={tmp_path / 'base.pt'}", ranks=ranks)
+        trainer.resume()
+    assert trainer.step == 0
+    assert torch.equal(trainer.raw_model.wte.weight, base["model"]["wte.weight"])
+
+
+def test_a_first_start_leaves_no_empty_run_behind(tmp_path):
+    """Catches resume=false in a new directory that moves this start's own log aside."""
+    (tmp_path / "main.log").write_text("downloaded tiny-shakespeare")
+    assert set_aside(str(tmp_path), str(tmp_path / "gpt_snapshot.pt")) == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["main.log"]
+
+
+def test_the_best_snapshot_after_a_damaged_latest(tmp_path):
+    """Catches a best snapshot that should be a second name of a file that isn't there any more."""
+    with world_of_one() as ranks:
+        make_trainer(tmp_path, "trainer_config.max_steps=10", ranks=ranks).fit()
+        latest = tmp_path / "gpt_snapshot.pt"
+        latest.write_bytes(latest.read_bytes()[:-100])
+        trainer = make_trainer(tmp_path, ranks=ranks)
+        trainer.resume()
+        assert trainer.step == 5
+        trainer._save(is_best=True)
+    assert trainer.snapshots is not None
+    assert trainer.snapshots.errors == {}
+    assert load_snapshot(best_url(str(latest)))["step"] == 5
+
+
+def test_a_dry_run_leaves_damaged_snapshots_alone(copied_run, tmp_path):
+    """Catches a dry run that renames the damaged snapshot of a run, which may be at work."""
+    shutil.copy(copied_run / "gpt_snapshot.prev.pt", tmp_path / "base.pt")
+    (copied_run / "gpt_snapshot.pt").write_bytes(b"damaged")
+    before = contents(copied_run)
+    run = train(copied_run, "trainer_config.dry_run=true", f"trainer_config.init_from={tmp_path / 'base.pt'}")
+    assert run.returncode == 0, run.stderr
+    assert contents(copied_run) == before
+
+
 @pytest.mark.parametrize("moved", range(7))
 def test_a_move_that_was_interrupted_is_finished(copied_run, tmp_path, monkeypatch, moved):
     """Catches a kill in the middle of starting over that leaves the old run in two places, or half of it in use."""
@@ -99,12 +144,17 @@ def test_a_move_that_was_interrupted_is_finished(copied_run, tmp_path, monkeypat
         with pytest.raises(KeyboardInterrupt):
             set_aside(str(copied_run), snapshot)
     monkeypatch.setattr(os, "replace", replace)
+    new_log = moved < len(before) and not (copied_run / "main.log").exists()
+    if new_log:
+        (copied_run / "main.log").write_text("what the next start had to say first")
     with world_of_one() as ranks:
         trainer = make_trainer(copied_run, ranks=ranks)
         trainer.resume()  # resume=true: the order to start over holds until it is carried out
     assert trainer.step == (0 if moved < len(before) else 20)
     if moved < len(before):
-        assert contents(copied_run / "old-1") == before
+        aside = contents(copied_run / "old-1")
+        assert before.items() <= aside.items()
+        assert aside.keys() - before.keys() == ({"main.log+"} if new_log else set())
         assert sorted(path.name for path in copied_run.iterdir()) == ["old-1"]
 
 
@@ -434,6 +484,41 @@ def test_nothing_is_allocated_for_absurd_sizes(old_run, tmp_path, key):
     with pytest.raises(ValueError, match=r"odd\.pt holds no usable model"):
         generate.load_model(str(tmp_path / "odd.pt"), torch.device("cpu"))
     assert peak_kilobytes() - began < 100_000
+
+
+def test_a_tensor_larger_than_its_data_is_not_unfolded(tmp_path):
+    """Catches four bytes that become six gigabytes when their digest is taken."""
+    odd = {"format_version": FORMAT_VERSION, "digest": "x", "w": torch.zeros(1).expand(10**9)}
+    torch.save(odd, tmp_path / "odd.pt")
+    began = peak_kilobytes()
+    with pytest.raises(snapshot_module.DamagedSnapshotError, match="larger than its data"):
+        load_snapshot(str(tmp_path / "odd.pt"))
+    assert peak_kilobytes() - began < 100_000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parts: parts.update(x=5),
+        lambda parts: parts["adamw"].update(param_groups=[]),
+        lambda parts: parts["adamw"]["param_groups"][0].update(params="abcdef"),
+        lambda parts: parts["adamw"]["param_groups"][0]["params"].reverse(),
+        lambda parts: parts["adamw"]["state"][0].update(exp_avg_sq=-parts["adamw"]["state"][0]["exp_avg_sq"] - 1),
+        lambda parts: parts["muon"]["state"][0].update(momentum_buffer=torch.zeros(1, 1).expand(48, 16)),
+        lambda parts: parts["muon"]["state"][0].update(momentum_buffer=torch.zeros(48, 16, dtype=torch.bool)),
+    ],
+    ids=["part", "groups", "text", "order", "negative", "expanded", "type"],
+)
+def test_odd_optimizer_state_is_damage(old_run, tmp_path, change):
+    """Catches states that load, and end in a traceback or in nonsense at the first step."""
+    snapshot = load_snapshot(str(old_run / "gpt_snapshot.pt"))
+    change(snapshot["optimizer"])
+    torch.save(snapshot, tmp_path / "gpt_snapshot.pt")  # without a digest
+    shutil.copy(old_run / "gpt_snapshot.prev.pt", tmp_path)
+    with world_of_one() as ranks:
+        trainer = make_trainer(tmp_path, ranks=ranks)
+        trainer.resume()
+    assert trainer.step == 15
 
 
 def test_parts_that_hold_each_other_end(tmp_path, old_run):
