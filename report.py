@@ -284,10 +284,11 @@ def open_log_file() -> None:
     A run that was moved aside takes its log with it, and must not get lines of the run that comes after it.
     """
     root = logging.getLogger()
-    for handler in [h for h in root.handlers if isinstance(h, MemoryHandler) and h.target is not None]:
-        handler.flush()
-        root.removeHandler(handler)
-        root.addHandler(handler.target)
+    for handler in [*root.handlers]:
+        if isinstance(handler, MemoryHandler) and handler.target is not None:
+            handler.flush()
+            root.removeHandler(handler)
+            root.addHandler(handler.target)
 
 
 class ConsoleHandler(logging.Handler):

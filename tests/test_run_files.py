@@ -1,6 +1,5 @@
 """The files of one run: started over, moved aside, shared by mistake, or of odd content."""
 
-import copy
 import itertools
 import os
 import random
@@ -8,12 +7,13 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from alterations import alterations
 from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_program, train
 from test_snapshot import s3_bucket, url  # noqa: F401 (fixtures)
 from test_trainer import make_trainer, world_of_one
@@ -21,7 +21,7 @@ from test_trainer import make_trainer, world_of_one
 import generate
 import snapshot as snapshot_module
 from run_files import RunError, load_own, set_aside
-from snapshot import FORMAT_VERSION, best_url, digest, load_snapshot, previous_url, save_snapshot
+from snapshot import FORMAT_VERSION, best_url, load_snapshot, previous_url, save_snapshot
 
 
 @pytest.fixture(scope="module")
@@ -313,52 +313,6 @@ def test_init_from_beside_a_snapshot(copied_run, tmp_path):
 
 # ------------------------------------------------------------------------------------ odd contents
 
-Path_ = tuple[Any, ...]
-
-
-def paths(value: Any, path: Path_ = (), depth: int = 4) -> Iterator[tuple[Path_, Any]]:
-    """All parts of a snapshot down to a depth, with the keys that lead to them."""
-    if path:
-        yield path, value
-    if depth and isinstance(value, dict):
-        for key, inner in value.items():
-            yield from paths(inner, (*path, key), depth - 1)
-
-
-def altered(snapshot: dict[str, Any], path: Path_, change: Callable[[dict[Any, Any], Any], None]) -> dict[str, Any]:
-    """A copy of a snapshot in which one part is changed; other parts are shared."""
-    new = copy.copy(snapshot)
-    inner: dict[Any, Any] = new
-    for key in path[:-1]:
-        inner[key] = copy.copy(inner[key])
-        inner = inner[key]
-    change(inner, path[-1])
-    return new
-
-
-def removed(parts: dict[Any, Any], key: Any) -> None:
-    del parts[key]
-
-
-def replaced(value: Any) -> Callable[[dict[Any, Any], Any], None]:
-    def change(parts: dict[Any, Any], key: Any) -> None:
-        parts[key] = value
-
-    return change
-
-
-def oddities(value: Any) -> list[Any]:
-    """What may stand in the place of a value: other types, other sizes, no data, no numbers."""
-    if isinstance(value, torch.Tensor):
-        one = torch.zeros(1)
-        return [
-            *(torch.cat([value.reshape(-1), one]), value.double(), value.bfloat16(), value.to("meta"), None, "weights"),
-            *(torch.full_like(value, float("nan")), torch.full_like(value, float("inf")), value.to_sparse(), []),
-            *(one.expand(*(value.shape or (2,))), one.expand(10**12), value.tolist()),
-        ]
-    odd = [None, "text", 3, -1, 10**15, 2.5, float("nan"), [], {}, [1, 2], True, torch.ones(2), {"a": {"b": 1}}]
-    return [other for other in odd if repr(other) != repr(value)]
-
 
 @pytest.fixture(scope="module")
 def odd_snapshots(old_run, tmp_path_factory) -> list[tuple[str, dict[str, Any]]]:
@@ -371,26 +325,9 @@ def odd_snapshots(old_run, tmp_path_factory) -> list[tuple[str, dict[str, Any]]]
     for name, setting in (("seed", "trainer_config.seed=2"), ("text", f"data_config.path={folder / 'other.txt'}")):
         assert train(folder / name, setting, "trainer_config.max_steps=5").returncode == 0
         others[name] = load_snapshot(str(folder / name / "gpt_snapshot.pt"))
-    cases = []
-    for number, (path, value) in enumerate(paths(mine)):
-        if path == ("format_version",):
-            continue
-        cases.append((f"{path} removed", altered(mine, path, removed)))
-        for index, odd in enumerate(oddities(value)):
-            if (number + index) % 7 == 0 or len(path) == 1:  # a share of the many combinations
-                cases.append((f"{path} made number {index}", altered(mine, path, replaced(odd))))
-        for name, other in others.items():
-            inner = other
-            for key in path[:-1]:
-                inner = inner[key]
-            if len(path) == 1 and not is_same(inner[path[-1]], value):
-                cases.append((f"{path} of the run with another {name}", altered(mine, path, replaced(inner[path[-1]]))))
+    cases = alterations(mine, others, share=7)
     print(len(cases), "alterations")
-    return random.Random(7).sample(cases, 240)  # all of them would take minutes
-
-
-def is_same(a: Any, b: Any) -> bool:
-    return digest(a) == digest(b)
+    return random.Random(7).sample(cases, 240)  # all of them would take minutes: the stress test has the time
 
 
 def test_no_altered_snapshot_is_used(old_run, odd_snapshots, tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The stress test of fault tolerance: `python tests/stress/run.py`, some seven minutes on two cores, Linux only.
+"""The stress test of fault tolerance: `python tests/stress/run.py`, some twelve minutes on two cores, Linux only.
 
 Not part of the default suite, which holds a fast version of each of these. Faults are done for real, at random
 moments that `--seed` repeats as far as processes allow; the end must be as if nothing had been. The last thing
@@ -36,18 +36,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import torch
-from conftest import read_losses
-from test_faults import is_running, output, start, tensors, wait_for_step, workers
+from alterations import alterations
+from conftest import SAMPLE_TEXT, read_losses
+from test_faults import TORCHRUN, is_running, output, start, tensors, wait_for_step, workers
+from test_trainer import make_trainer, world_of_one
 
-from snapshot import Snapshot, load_newest, load_snapshot, prepare, previous_url, save_snapshot
+from snapshot import Snapshot, best_url, load_newest, load_snapshot, prepare, previous_url, save_snapshot
 
 ALONE = [sys.executable]
 TWO_RANKS = [
     *(sys.executable, "-m", "torch.distributed.run"),
     *("--standalone", "--nproc_per_node=2", "--max-restarts=20"),
 ]
+TIMED = str(Path(__file__).resolve().parent / "timed.py")
 # With dropout and accumulation, as all runs of test_faults.py, and long enough for ten kills.
 LONGER = ["trainer_config.max_steps=1000", "trainer_config.max_epochs=5", "trainer_config.eval_every_steps=50"]
+# For faults at the start of a run.
+SHORTER = ["data_config.truncate=0.4", "trainer_config.max_steps=60", "trainer_config.eval_every_steps=30"]
 
 
 @dataclass
@@ -189,14 +194,20 @@ class Stress:
     @functools.cached_property
     def alone(self) -> Path:
         """One rank, 300 steps, undisturbed."""
-        return self._undisturbed("alone", ALONE, [])
+        return self.undisturbed("alone", ALONE, [])
 
     @functools.cached_property
     def together(self) -> Path:
         """Two ranks, 1000 steps, undisturbed."""
-        return self._undisturbed("together", TWO_RANKS, LONGER)
+        return self.undisturbed("together", TWO_RANKS, LONGER)
 
-    def _undisturbed(self, name: str, launcher: list[str], overrides: list[str]) -> Path:
+    @functools.cached_property
+    def short(self) -> Path:
+        """Two ranks, 60 steps, undisturbed."""
+        return self.undisturbed("short", TORCHRUN, SHORTER)
+
+    def undisturbed(self, name: str, launcher: list[str], overrides: list[str]) -> Path:
+        """The run directory of a run that nothing happens to."""
         began, run_dir = time.monotonic(), self.folder / f"undisturbed-{name}"
         with running(run_dir, *overrides, launcher=launcher) as process:
             assert process.wait(120) == 0, output(run_dir)
@@ -588,6 +599,8 @@ class FaultyStore(http.server.ThreadingHTTPServer):
         self.port, self.random, self.lock = port, rng, threading.Lock()
         self.rates: dict[str, float] = {}  # probability of each fault
         self.refuses: Callable[[str, str, bool], bool] = lambda method, path, is_copy: False  # always with 500
+        self.is_silent: Callable[[str, bool], bool] = lambda method, is_copy: False  # by method: never an answer
+        self.stores_in_silence = False  # whether such a request reaches the S3 server
         self.counts: Counter[str] = Counter()
         self._in_a_row: Counter[str] = Counter()
 
@@ -617,27 +630,38 @@ class _Proxy(http.server.BaseHTTPRequestHandler):
 
     def _forward(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
-        fault = self.server.choose(self.command, self.path.split("?")[0], "x-amz-copy-source" in self.headers)
+        is_copy = "x-amz-copy-source" in self.headers
+        fault = self.server.choose(self.command, self.path.split("?")[0], is_copy)
         if fault == "hangs up in a request":
             self.rfile.read(length // 2)
             return self._hang_up()
         body = self.rfile.read(length)
+        if self.server.is_silent(self.command, is_copy):
+            self.server.counts["no answer"] += 1
+            if self.server.stores_in_silence:
+                self._ask(body)
+            while self.server.is_silent(self.command, is_copy):
+                time.sleep(0.02)
+            return self._hang_up()
         if fault == "500":
             return self._answer(500, [], b"<Error><Code>InternalError</Code><Message>sorry</Message></Error>")
         if fault == "slow":
             time.sleep(2)
+        status, headers, content = self._ask(body)
+        self._answer(status, headers, content, len(content) // 2 if fault == "hangs up in an answer" else None)
+        return None
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _forward  # noqa: N815
+
+    def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        """What the S3 server answers: status, headers, content."""
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
         try:
             connection.request(self.command, self.path, body, dict(self.headers.items()))
             answer = connection.getresponse()
-            content = answer.read()
+            return answer.status, answer.getheaders(), answer.read()
         finally:
             connection.close()
-        half = len(content) // 2 if fault == "hangs up in an answer" else None
-        self._answer(answer.status, answer.getheaders(), content, half)
-        return None
-
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _forward  # noqa: N815
 
     def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes, half: int | None = None) -> None:
         own = ("connection", "transfer-encoding", "date", "server")
@@ -669,6 +693,7 @@ class _Proxy(http.server.BaseHTTPRequestHandler):
 def faulty_store(rng: random.Random) -> Iterator[FaultyStore]:
     """An S3 server with a bucket named "bucket", behind the proxy; the environment points to the proxy."""
     import boto3
+    import s3fs
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -684,6 +709,7 @@ def faulty_store(rng: random.Random) -> Iterator[FaultyStore]:
     }
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
+    s3fs.S3FileSystem.clear_instance_cache()  # of another one of these
     try:
         boto3.client("s3").create_bucket(Bucket="bucket")
         yield store
@@ -816,6 +842,218 @@ def refused_after_damage(stress: Stress, store: FaultyStore) -> None:
         row.add(str(error))
 
 
+# ------------------------------------------------------------------------------------------------ 6. a silent store
+
+SECONDS_TO_ANSWER = 3
+SILENCES: list[tuple[str, Callable[[str, bool], bool], bool]] = [  # (what, is it silent?, does it store?)
+    ("PUTs are lost", lambda method, is_copy: method == "PUT", False),
+    ("PUTs arrive", lambda method, is_copy: method == "PUT" and not is_copy, True),
+    ("all requests are lost", lambda method, is_copy: True, False),
+]
+
+
+def silent_store(stress: Stress) -> None:
+    """A store that takes requests and doesn't answer, for a while, three times in one run."""
+    row = stress.row("S3 server that doesn't answer (PUTs are lost, PUTs arrive, all requests are lost) for a while")
+    undisturbed, run_dir, url = stress.alone, stress.folder / "s3-silent", "s3://bucket/s3-silent/gpt_snapshot.pt"
+    launcher, target = [*ALONE, TIMED, str(SECONDS_TO_ANSWER), "0"], f"trainer_config.snapshot_path={url}"
+    with (
+        faulty_store(random.Random(stress.seed)) as store,
+        running(run_dir, target, launcher=launcher) as process,
+    ):
+        for (what, is_silent, stores), begin in zip(SILENCES, (25, 110, 195), strict=True):
+            wait_for_step(run_dir, stress.random.randrange(begin, begin + 40))
+            before, store.counts, store.stores_in_silence = failures(run_dir), Counter(), stores
+            store.is_silent = is_silent
+            wait_for(lambda: store.counts["no answer"] > 0, "a save")
+            # The deadline, and what a busy machine needs; the store's own client would try for minutes.
+            wait_for(lambda n=before: failures(run_dir) > n, "a failed save", SECONDS_TO_ANSWER + 20)  # type: ignore[misc]
+            store.is_silent = lambda method, is_copy: False
+            failed = int(re.findall(r"step (\d+) could not be saved", output(run_dir))[-1])
+            wait_for(lambda n=failed: load_snapshot(url)["step"] > n, "a save after that", pause=0.05)  # type: ignore[misc]
+            say(f"S3, {what}: the save of step {failed} failed, a later one worked")
+        code = process.wait(120)
+        problem = f"exit code {code}: {last_words(run_dir)}" if code else ""
+        problem = problem or run_difference(run_dir, undisturbed, fetch("s3-silent", stress.folder / "s3-silent-copy"))
+    if not problem and "no answer from the store within" not in output(run_dir):
+        problem = f"failed for another reason: {last_words(run_dir)}"
+    row.add(problem, times=len(SILENCES))
+
+
+# ------------------------------------------------------------------------------------------------ 7. two runs
+
+
+def rival_runs(stress: Stress) -> None:
+    """Two runs with one snapshot_path, started at about the same time."""
+    row = stress.row("two runs with one snapshot_path (a file, on S3): one finishes, the other names both and ends")
+    with faulty_store(random.Random(stress.seed)):
+        for number, place in enumerate((f"{stress.folder}/shared", "s3://bucket/shared") * 2, 1):
+            url = f"{place}-{number}/gpt_snapshot.pt"
+            problem = rivals(stress, number, url)
+            row.add(problem)
+            say(f"two runs at {url}: {problem or 'one has finished, the other one has ended'}")
+
+
+def rivals(stress: Stress, number: int, url: str) -> str:
+    """Let two runs save to one URL; what is wrong afterwards, empty if nothing is."""
+    codes: dict[Path, int] = {}
+    settings = [
+        f"trainer_config.snapshot_path={url}",
+        f"trainer_config.save_every_steps={stress.random.choice([1, 2, 5, 20])}",
+        *("trainer_config.max_steps=150", "trainer_config.eval_every_steps=75"),
+    ]
+    with contextlib.ExitStack() as stack:
+        processes = {}
+        for seed in (1, 2):
+            run_dir = stress.folder / f"rival-{number}-{seed}"
+            run = running(run_dir, *settings, f"trainer_config.seed={seed}", launcher=ALONE)
+            processes[run_dir] = stack.enter_context(run)
+            time.sleep(stress.random.uniform(0, 0.5))
+        for run_dir, process in processes.items():
+            codes[run_dir] = process.wait(120)
+    winner, loser = sorted(codes, key=lambda run_dir: codes[run_dir])
+    if (codes[winner], codes[loser]) != (0, 1):
+        return " and ".join(f"exit code {code}: {last_words(run_dir)}" for run_dir, code in codes.items())
+    for candidate in (url, previous_url(url)):
+        snapshot = load_snapshot(candidate)
+        seed = snapshot["config"]["trainer_config"]["seed"]
+        if snapshot["run"]["directory"] != str(winner) or seed != int(winner.name[-1]):
+            return f"{candidate} is of {snapshot['run']} with seed {seed}, and {winner} has finished"
+    best = load_snapshot(best_url(url))["run"]["directory"]
+    step = load_snapshot(url)["step"]
+    if step != 150 or best not in (str(winner), str(loser)):
+        return f"the last snapshot is of step {step}, the best one of {best}"
+    words = rf"error: {re.escape(url)} now holds step \d+ of another run \({re.escape(str(winner))}\), and this run "
+    if not re.match(words + rf"\({re.escape(str(loser))}\) does not overwrite it", output(loser).splitlines()[-1]):
+        return f"ended without naming both: {last_words(loser)}"
+    return next((f"traceback: {last_words(run)}" for run in codes if "Traceback" in output(run)), "")
+
+
+# ------------------------------------------------------------------------------------------------ 8. starting over
+
+# When a launch that was told to start over is killed: before the old run is moved aside, during that, after it, and
+# after the first steps. Before and after are short of the next moment on most machines, and no harm where they aren't.
+OVER_KILLS = [
+    *(["before"], ["during"], ["during", "during"], ["before", "during"]),
+    *(["during", "after"], ["after"], ["later"], ["during", "later"]),
+]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files under a folder, by their paths in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def start_over(stress: Stress) -> None:
+    """Launches with resume=false in the directory of a finished run, whose best snapshot is whole or damaged."""
+    row = stress.row("SIGKILL of a rank, told to start over: before, while and after the old run is moved aside")
+    undisturbed = stress.short
+    old = stress.undisturbed("old", ALONE, [*SHORTER, "trainer_config.seed=2"])
+    for number, moments in enumerate(OVER_KILLS, 1):
+        run_dir = Path(shutil.copytree(old, stress.folder / f"over-{number}"))
+        is_damaged = number % 2 == 0
+        if is_damaged:
+            os.truncate(run_dir / "gpt_snapshot.best.pt", 1000)
+        before = contents(run_dir)
+        problem = killed_while_starting_over(stress, run_dir, moments) or run_difference(run_dir, undisturbed)
+        aside = contents(run_dir / "old-1")
+        wrong = [name for name in sorted({*before, *aside}) if before.get(name) != aside.get(name)]
+        more = [path.name for path in run_dir.glob("old-*") if path.name != "old-1"]
+        if wrong or more:
+            problem = f"{problem} old-1 differs from the old run: {wrong}; beside it: {more}".lstrip()
+        row.add(problem, times=len(moments))
+        say(f"{run_dir.name}{', old best damaged' * is_damaged}: {problem or 'identical, and the old run is complete'}")
+
+
+def killed_while_starting_over(stress: Stress, run_dir: Path, moments: list[str]) -> str:
+    """Start over, with one kill of a random rank in each attempt; what is wrong at the end, empty if nothing is."""
+    rng = stress.random
+    # A tenth of a second for each of six files: or no kill would ever come in between.
+    launcher = [*TORCHRUN, TIMED, "60", "0.1"]
+    moving, moved = run_dir / "old-1.moving", run_dir / "old-1"
+    with running(run_dir, *SHORTER, "trainer_config.resume=false", launcher=launcher) as process:
+        for count, moment in enumerate(moments):
+            wait_for(lambda n=count: attempts(process) == [n, n], f"attempt {count}")  # type: ignore[misc]
+            if moment == "before":
+                time.sleep(rng.uniform(0, 3))
+            elif moment == "during":
+                wait_for(lambda: moving.exists() or moved.exists(), "the old run being moved")
+                time.sleep(rng.uniform(0, 0.7))
+            else:
+                wait_for(moved.exists, "the old run moved")
+                time.sleep(rng.uniform(0, 1))
+            if moment == "later":
+                wait_for_step(run_dir, rng.randrange(1, 50))
+            with contextlib.suppress(FileNotFoundError, IndexError, ProcessLookupError):  # it may have ended already
+                os.kill(rng.choice(workers(process)), signal.SIGKILL)
+            state = next(
+                (f"{len(os.listdir(path))} files in {path.name}" for path in (moved, moving) if path.exists()), "-"
+            )
+            say(f"{run_dir.name}, kill {count + 1}: {moment}; {state}")
+        code = process.wait(120)
+    return f"exit code {code}: {last_words(run_dir)}" if code else ""
+
+
+# ------------------------------------------------------------------------------------------------ 9. odd contents
+
+
+def open_odd_ones(stress: Stress) -> None:
+    """All alterations of a snapshot, whole files with its digest; and some without, as in the first version."""
+    folder = stress.folder / "odd"
+    folder.mkdir()
+    (folder / "other.txt").write_text(SAMPLE_TEXT.read_text(encoding="utf-8").swapcase())
+    runs = {
+        "mine": [],
+        "seed": ["trainer_config.seed=2", "trainer_config.max_steps=5"],
+        "text": [f"data_config.path={folder / 'other.txt'}", "trainer_config.max_steps=5"],
+    }
+    url = str(folder / "opened" / "gpt_snapshot.pt")
+    rows = [stress.row(""), stress.row("")]
+    with world_of_one() as ranks:
+        for name, overrides in runs.items():
+            trainer = make_trainer(folder / name, *overrides, ranks=ranks)
+            trainer.resume()
+            trainer.fit()
+            trainer.stop_request.stop_listening()
+        genuine = torch.load(folder / "mine" / "gpt_snapshot.pt")
+        mine, *others = (load_snapshot(str(folder / name / "gpt_snapshot.pt")) for name in runs)
+        cases = alterations(mine, dict(zip(("seed", "text"), others, strict=True)))
+        trainer = make_trainer(folder / "opened", ranks=ranks)
+        prepare(url)
+        shutil.copy(folder / "mine" / "gpt_snapshot.prev.pt", previous_url(url))
+        previous = load_snapshot(previous_url(url))
+        assert trainer.snapshots is not None
+        assert previous["step"] < mine["step"]
+
+        for what, odd in cases:
+            torch.save({"digest": genuine["digest"], **odd}, url)
+            try:
+                opened = trainer.snapshots.open(resume=True, is_restart=False) or {}
+                opened.pop("best", None)
+                difference = value_difference(opened, previous)
+                rows[0].add(f"{what}: not the previous one: {difference}" if difference else "")
+            except Exception as error:  # there is a whole one, so that nothing may be raised
+                rows[0].add(f"{what}: {type(error).__name__}: {error}")
+
+        endings: Counter[str] = Counter()
+        for what, odd in stress.random.sample(cases, 400):
+            torch.save(odd, url)
+            trainer.state.step = -1
+            try:
+                trainer.resume()
+                ending = "previous" if trainer.step == previous["step"] else "used"
+                rows[1].add("" if trainer.step >= 0 else f"{what}: taken for a fresh start")
+            except ValueError as error:
+                ending = "refused"  # main.py says it in one line
+                rows[1].add("" if len(str(error).splitlines()) == 1 else f"{what}: {error}")
+            except Exception as error:  # a traceback
+                ending = "traceback"
+                rows[1].add(f"{what}: {type(error).__name__}: {error}")
+            endings[ending] += 1
+    rows[0].fault = "a whole snapshot with one part removed, replaced or of another run: the previous one is used"
+    rows[1].fault = f"some of these without a digest: no traceback ({dict(endings)})"
+
+
 # ------------------------------------------------------------------------------------------------ all of it
 
 PARTS: dict[str, tuple[Callable[[Stress], None], int]] = {  # name: (part, its time limit in seconds)
@@ -824,6 +1062,10 @@ PARTS: dict[str, tuple[Callable[[Stress], None], int]] = {  # name: (part, its t
     "damage": (damage, 60),
     "disk": (fill_disk, 90),
     "s3": (fault_store, 240),
+    "silence": (silent_store, 120),
+    "rivals": (rival_runs, 180),
+    "over": (start_over, 300),
+    "odd": (open_odd_ones, 240),
 }
 
 
@@ -836,7 +1078,8 @@ def main() -> int:
     say(f"seed {arguments.seed}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up then, too
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # "restart detected", at every one
-    logging.getLogger("snapshot").setLevel(logging.ERROR)  # "is not a whole snapshot", a thousand times
+    for name in ("snapshot", "run_files"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # "is not a whole snapshot", a thousand times
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="stress-"))
     stress = Stress(arguments.seed, folder)
@@ -844,7 +1087,7 @@ def main() -> int:
         for name in [arguments.only] if arguments.only else PARTS:
             part_began = time.monotonic()
             part, limit = PARTS[name]
-            limit = max(1, min(limit, int(began + 590 - part_began)))  # ten minutes in all
+            limit = max(1, min(limit, int(began + 900 - part_began)))  # a quarter of an hour in all
             try:
                 with time_limit(limit):
                     part(stress)
