@@ -158,7 +158,7 @@ def explain(error: BaseException, typed: list[str], recipes: list[str]) -> str:
         lines = [str(e).splitlines()[0].rstrip(".:") for e in (error, error.__cause__) if e is not None]
         if lines[0].startswith("Ambiguous value"):
             return f"{lines[0]}: several values need -m, as in python main.py -m {shlex.join(typed)}"
-        if hasattr(error, "override"):  # Hydra's grammar stumbled over this argument
+        if hasattr(error, "override") and "=" in error.override:  # Hydra's grammar stumbled over this argument
             return f"{error.override}: {lines[0]}; put a value with special characters in quotes: \"KEY='VALUE'\""
         problem = f"{', '.join(lines)}; gpt2_train_cfg.yaml explains all keys and their values"
         return suggestion(typed, recipes) or problem

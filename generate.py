@@ -67,7 +67,8 @@ def load_model(url: str | None, device: torch.device) -> tuple[GPT, CharVocabula
         model.load_state_dict(snapshot["model"])
         return model.to(device).eval(), CharVocabulary(snapshot["vocabulary"])
     raise ValueError(
-        f"there is no snapshot at {url or latest}; train one first with python main.py, or name another with --snapshot"
+        f"there is no snapshot at {url or latest}; train one first with torchrun --standalone main.py, "
+        "or name another with --snapshot"
     )
 
 

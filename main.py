@@ -126,7 +126,7 @@ def train(cfg: DictConfig) -> None:
 
 def run(cfg: DictConfig, run_dir: str) -> float:
     """One run: its lowest evaluation loss."""
-    group, is_ours = contextlib.ExitStack(), False
+    group = contextlib.ExitStack()
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True)
         check_sweep(cfg)
@@ -136,7 +136,6 @@ def run(cfg: DictConfig, run_dir: str) -> float:
         writes = ranks.is_main and not config.trainer_config.dry_run
         if writes:
             lock(run_dir)
-            is_ours = True
         prefix = "" if ranks.is_main else f"[rank {ranks.rank}] "
         set_up_logging(ranks.is_main, prefix, Path(run_dir) / "main.log" if writes else None)
         # A few operations on GPUs add up in an order that varies; torch then takes others, or says that it has none.
@@ -151,7 +150,7 @@ def run(cfg: DictConfig, run_dir: str) -> float:
         if writes:
             OmegaConf.save(cfg, Path(run_dir) / "config.yaml", resolve=True)
     except (ValueError, OSError, OmegaConfBaseException) as error:  # what a user can mend; in `fit` it would be a bug
-        remove_if_empty(run_dir, is_ours)
+        environment.remove_directories(run_dir)  # Hydra has made them; nothing came into them
         fail(error)
     except RuntimeError as error:
         leave_if_lost(error)
@@ -248,7 +247,7 @@ def fit(trainer: Trainer) -> None:
         trainer.stop_request.stop_listening()
         trainer.reporter.close()
         if trainer.config.dry_run:
-            remove_if_empty(trainer.reporter.run_dir, is_ours=False)
+            environment.remove_directories(trainer.reporter.run_dir)
 
 
 def fail(error: Exception) -> NoReturn:
@@ -265,16 +264,6 @@ def accept_hydras_help() -> None:
     check = getattr(container, "_check_help", None)
     if check is not None:
         container._check_help = lambda self, action: isinstance(action.help, str) and check(self, action)
-
-
-def remove_if_empty(run_dir: str, is_ours: bool) -> None:
-    """Remove the directories that Hydra has made, if nothing came into them and no other run has them."""
-    if not is_rank_0():
-        return
-    with contextlib.suppress(OSError, ValueError):
-        if not is_ours:
-            lock(run_dir)
-        environment.remove_directories(run_dir)
 
 
 if __name__ == "__main__":

@@ -272,6 +272,7 @@ def set_up_logging(is_main: bool, prefix: str, log_file: Path | None) -> None:
     handlers: list[logging.Handler] = [ConsoleHandler(level)]
     if log_file is not None:
         target = LogFile(log_file, encoding="utf-8", delay=True)
+        target.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
         handlers.append(MemoryHandler(10_000, logging.CRITICAL + 1, target, flushOnClose=False))
     form = f"%(asctime)s {prefix}%(message)s"
     logging.basicConfig(level=level, format=form, datefmt="%H:%M:%S", handlers=handlers, force=True)

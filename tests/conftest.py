@@ -17,9 +17,11 @@ SAMPLE_TEXT = PROJECT / "data" / "sample.txt"
 # Two processes that each use all cores wait for each other actively, and are many times slower than one.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
-# In the background of a shell, Ctrl-C's signal is ignored, and the programs that the tests start would inherit that.
+# In the background of a shell and under nohup, signals are ignored, and the programs that the tests start inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # What is compared to the bit is compared on the CPU, also where there are GPUs.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -75,14 +75,6 @@ def wait_for_step(run_dir: Path, step: int) -> None:
     raise AssertionError(f"step {step} never came:\n{output(run_dir)}")
 
 
-def wait_for_words(run_dir: Path, words: str) -> None:
-    """Wait until the run has said something."""
-    deadline = time.monotonic() + 60
-    while words not in output(run_dir):
-        assert time.monotonic() < deadline, f"never said {words!r}:\n{output(run_dir)}"
-        time.sleep(0.02)
-
-
 def workers(process: subprocess.Popen[str]) -> list[int]:
     """The processes that a launcher has started, in order."""
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
@@ -183,22 +175,16 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(undisturbed, tmp_path):
 @pytest.mark.timeout(600)  # twelve processes start here, one after the other where there are few cores
 def test_three_ranks_killed_and_stopped_end_as_if_nothing_had_been(tmp_path):
     """A DDP that has just been made adds up three ranks' gradients in another order than one that has taken a step."""
-    micro = "trainer_config.micro_batch_size=2"  # two of them on each rank in a step
+    settings = [*KILLED_RUN, "trainer_config.micro_batch_size=2"]  # two of them on each rank in a step
     undisturbed, run_dir = tmp_path / "undisturbed", tmp_path / "run"
-    assert start(undisturbed, micro, launcher=THREE_RANKS).wait() == 0, output(undisturbed)
+    assert start(undisturbed, *settings, launcher=THREE_RANKS).wait(HANGS) == 0, output(undisturbed)
 
-    process = start(run_dir, micro, launcher=THREE_RANKS)
-    wait_for_step(run_dir, random.randrange(25, 80))
-    os.kill(random.choice(workers(process)), signal.SIGKILL)
-    wait_for_words(run_dir, "going on from")
-    wait_for_step(run_dir, random.randrange(110, 160))
-    ranks = workers(process)
-    os.kill(random.choice(ranks), signal.SIGTERM)
-    wait_for_words(run_dir, "stopped by SIGTERM")
-    os.kill(process.pid, signal.SIGKILL)  # or torchrun would restart them: to it, a signal is a failure
-    process.wait()
-    wait_until_gone(ranks)
-    assert start(run_dir, micro, launcher=THREE_RANKS).wait() == 0, output(run_dir)
+    once = [word for word in THREE_RANKS if "restarts" not in word]  # to torchrun, a signal is a failure
+    stop = ("term", random.randrange(25, 55), random.randrange(3))
+    assert start(run_dir, *settings, launcher=once, fault=stop).wait(HANGS) != 0
+    assert "stopped by SIGTERM" in output(run_dir)
+    kill = ("kill", random.randrange(65, 110), random.randrange(3))
+    assert start(run_dir, *settings, launcher=THREE_RANKS, fault=kill).wait(HANGS) == 0, output(run_dir)
     assert output(run_dir).count("going on from") == 2
     assert_identical(run_dir, undisturbed)
 

@@ -1085,7 +1085,12 @@ def test_the_best_snapshot_has_the_lowest_loss(alone, tmp_path, monkeypatch):
 def test_a_state_is_written_once(alone, tmp_path, monkeypatch):
     """Catches a step that serialises and writes its state twice, as the latest snapshot and as the best."""
     written = []
-    monkeypatch.setattr(run_files, "save_snapshot", lambda state, url, **_: written.append((state["step"], url)))
+
+    def save(state: dict[str, Any], url: str, keep_previous: bool) -> None:
+        written.append((state["step"], url))
+        save_snapshot(state, url, keep_previous)
+
+    monkeypatch.setattr(run_files, "save_snapshot", save)
     monkeypatch.setattr(run_files, "duplicate", lambda url, target: written.append(("a second name", target)))
     settings = ["trainer_config.eval_every_steps=3", "trainer_config.max_steps=5"]
     trainer = make_trainer(tmp_path, *settings, ranks=alone)
