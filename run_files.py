@@ -102,7 +102,10 @@ class RunSnapshots:
         # First, and only two numbers of it: otherwise two whole snapshots would be in memory at once.
         best_loss, best_step, problem = self._best_so_far() if resume or is_restart else (None, 0, "")
         snapshot = load_own(self.url, resume, self.written_by["launch"] if is_restart else None, self._check)
-        if is_half_moved(self.run_dir) or not (resume or snapshot is not None):
+        # Restarted before its first save, a launch finds its own log and curves, and nothing else.
+        is_fresh = is_restart and not any(map(stamp, (self.url, previous_url(self.url), best_url(self.url))))
+        goes_on = resume or snapshot is not None or is_fresh
+        if is_half_moved(self.run_dir) or not goes_on:
             folder = set_aside(self.run_dir, self.url)
             if folder:
                 log.info("moved the run that was there to %s; to go on with it: %s", folder, self._command(folder))

@@ -65,6 +65,19 @@ def test_a_launch_told_to_start_over_never_goes_on_from_an_older_run(copied_run)
     assert not (copied_run / "old-2").exists()
 
 
+@pytest.mark.parametrize(("kept", "is_moved"), [("gpt_snapshot.best.pt", True), (None, False)])
+def test_a_restart_before_the_first_save(copied_run, kept, is_moved):
+    """Catches an old run's best snapshot that is overwritten, and a launch that moves its own log and curves aside."""
+    for path in copied_run.glob("*.pt"):
+        if path.name != kept:
+            path.unlink()
+    with world_of_one() as ranks:
+        trainer = make_trainer(copied_run, ranks=ranks)
+        assert trainer.snapshots is not None
+        assert trainer.snapshots.open(resume=False, is_restart=True) is None
+    assert (copied_run / "old-1").exists() == is_moved
+
+
 def test_a_run_moves_aside_as_a_whole_and_back_as_one_thing(copied_run, tmp_path):
     """Catches two runs in one curve and one log, and an old run that has to be put together again by hand."""
     before, losses = contents(copied_run), read_losses(copied_run)
