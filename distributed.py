@@ -238,10 +238,10 @@ class StopRequest:
         """Install the handler, in place of what the signals would do."""
         if not self._former:
             for name in ("SIGTERM", "SIGINT", "SIGHUP"):
-                number = getattr(signal, name, None)  # Windows has no SIGHUP
-                if number is not None and not (
-                    name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN
-                ):  # nohup
+                number = getattr(signal, name, None)
+                if number is None:  # Windows has no SIGHUP
+                    continue
+                if name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                     self._former[number] = signal.signal(number, self._remember)
 
     def stop_listening(self) -> None:

@@ -115,7 +115,7 @@ def train(cfg: DictConfig) -> None:
     try:
         outcome.loss = run(cfg, outcome.run_dir)
     except BaseException as error:
-        is_failure = outcome.note(error) if is_sweep else False
+        is_failure = is_sweep and outcome.note(error)
         # A run that a signal has stopped ends a sweep. So does one that fails on several ranks: if one of them alone
         # has failed, the others still wait for it.
         if not is_failure or not is_alone():

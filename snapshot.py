@@ -343,9 +343,8 @@ def is_same_place(url: str, other: str) -> bool:
 def is_in(url: str, folder: str) -> bool:
     """Whether a file lies in a folder of this machine's disks."""
     filesystem, path = fsspec.url_to_fs(url)
-    return isinstance(filesystem, LocalFileSystem) and os.path.realpath(os.path.dirname(path)) == os.path.realpath(
-        folder
-    )
+    its_folder = os.path.realpath(os.path.dirname(path))
+    return isinstance(filesystem, LocalFileSystem) and its_folder == os.path.realpath(folder)
 
 
 def _force_to_disk(path: str) -> None:

@@ -75,9 +75,9 @@ def check_contents(snapshot: Snapshot, url: str) -> None:
         scale = {"scale": float, "growth_factor": float, "backoff_factor": float}
         if snapshot["scaler"]:  # empty where the run wasn't in float16
             _check_types(snapshot["scaler"], scale | {"growth_interval": int, "_growth_tracker": int})
-        _check_types({"run": {}, **snapshot}, {"run": dict})
-        _check_types(snapshot.get("run", {}), dict.fromkeys(snapshot.get("run", {}), str))
-        _check_types({"best_step": 0, **snapshot}, {"best_step": int})  # the first version had none
+        later = {"run": {}, "best_step": 0, **snapshot}  # the first version had neither
+        _check_types(later, {"run": dict, "best_step": int})
+        _check_types(later["run"], dict.fromkeys(later["run"], str))
         if not 0 <= snapshot["step"] < 2**32 or math.isnan(snapshot["best_eval_loss"]):
             raise ValueError(f"step {snapshot['step']}, best loss {snapshot['best_eval_loss']}")
     except Exception as error:  # odd contents raise almost anything
