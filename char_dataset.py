@@ -181,12 +181,15 @@ def evaluation_batches(
         codes: the encoded evaluation text (N,).
         block_size: T, characters in a window; the last window may be shorter.
         batch_size: windows in a batch.
-        rank, world_size: windows rank, rank + world_size, ... are this rank's; shares may differ by one window.
+        rank, world_size: windows rank, rank + world_size, ... are this rank's. All shares are equally long; an empty
+            window may stand at the end.
 
     Yields:
-        (x, y), each int64 (B, T); where the last window is short, y is -1, which the loss ignores, and x is anything.
+        (x, y), each int64 (B, T); where there is nothing to predict, y is -1, which the loss ignores, x is anything.
     """
-    starts = np.arange(0, len(codes) - 1, block_size)[rank::world_size]
+    starts: np.ndarray = np.arange(0, len(codes) - 1, block_size)
+    # Ranks that go through the model together must do so equally often: an empty window fills up a short share.
+    starts = np.append(starts, np.full(-len(starts) % world_size, len(codes)))[rank::world_size]
     for first in range(0, len(starts), batch_size):
         positions = starts[first : first + batch_size, None] + np.arange(block_size)  # (B, T)
         is_inside = positions < len(codes) - 1

@@ -20,6 +20,7 @@ from model import ArchitectureConfig
 from optimizer import OptimizerConfig
 
 AMP_DTYPES = ("auto", "bfloat16", "float16", "float32")
+STRATEGIES = ("ddp", "fsdp")
 
 
 @dataclass
@@ -29,7 +30,7 @@ class TrainerConfig:
     max_epochs: int = 10
     max_steps: int | None = 1100
     batch_size: int = 16
-    micro_batch_size: int | None = None
+    micro_batch_size: int | str | None = None
     grad_norm_clip: float | None = 1.0
     seed: int = 1337
     eval_every_steps: int = 250
@@ -43,11 +44,14 @@ class TrainerConfig:
     use_amp: bool = True
     amp_dtype: str = "auto"
     device: str = "auto"
+    activation_checkpointing: bool = False
     compile: bool = False
     data_loader_workers: int = 0
     deterministic: bool = False
     dry_run: bool = False
+    plan: bool = False
     profile: bool = False
+    strategy: str = "ddp"
     timeout_minutes: float = 10.0
 
     def __post_init__(self) -> None:
@@ -59,12 +63,13 @@ class TrainerConfig:
         return min(limit for limit in limits if limit is not None)
 
     def sequences_per_forward(self, world_size: int) -> int:
-        """The micro-batch of one rank, in windows: what was asked for, or all of the rank's share of a step.
+        """The micro-batch of one rank, in windows: what was asked for, or (also with "auto") its whole share of a step.
 
         Raises:
             ValueError: batch_size is not a whole number of micro-batches on every rank.
         """
-        micro = self.micro_batch_size or max(1, self.batch_size // world_size)
+        asked = self.micro_batch_size
+        micro = asked if isinstance(asked, int) else max(1, self.batch_size // world_size)
         if self.batch_size % (world_size * micro):
             raise ValueError(
                 f"trainer_config.batch_size={self.batch_size} is not divisible by {world_size} ranks x "
@@ -119,11 +124,14 @@ def _computes_in_bfloat16(device: torch.device) -> bool:
 
 def check_trainer_config(c: TrainerConfig) -> None:
     """Raise ValueError where a value is outside its range, or two contradict each other."""
+    size = c.micro_batch_size
+    if isinstance(size, str) and size != "auto":
+        raise ValueError(f"trainer_config.micro_batch_size={size}: must be null, auto, or a whole number above 0")
     positive = ["max_epochs", "max_steps", "batch_size", "micro_batch_size", "grad_norm_clip", "patience"]
     positive += ["log_every_steps", "eval_every_steps", "save_every_steps", "timeout_minutes"]
     for name in positive:
         value = getattr(c, name)
-        if value is not None and not 0 < value < math.inf:
+        if value not in (None, "auto") and not 0 < value < math.inf:
             raise ValueError(f"trainer_config.{name}={value}: must be above 0")
     for name in ("data_loader_workers", "seed", "sample_tokens"):
         if getattr(c, name) < 0:
@@ -132,6 +140,8 @@ def check_trainer_config(c: TrainerConfig) -> None:
         raise ValueError(f"trainer_config.seed={c.seed}: must be below 2^64 = {2**64}")
     if c.amp_dtype not in AMP_DTYPES:
         raise ValueError(f"trainer_config.amp_dtype={c.amp_dtype}: must be one of {', '.join(AMP_DTYPES)}")
+    if c.strategy not in STRATEGIES:
+        raise ValueError(f"trainer_config.strategy={c.strategy}: must be one of {', '.join(STRATEGIES)}")
     if c.device not in ("auto", "cpu"):
         raise ValueError(f"trainer_config.device={c.device}: must be auto (an accelerator if there is one) or cpu")
     if not c.use_amp and c.amp_dtype not in ("auto", "float32"):

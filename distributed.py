@@ -4,17 +4,16 @@ Read it after `trainer.py`; `snapshot.py` comes next. It alone reads the environ
 sets. There is one path: without a launcher, a run is a group of one rank.
 """
 
-import io
 import itertools
 import logging
 import os
-import pickle
 import signal
+import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -22,6 +21,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,13 @@ class Ranks:
 
 
 @contextmanager
-def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator[Ranks]:
+def process_group(timeout_minutes: float, device_wish: str = "auto", is_sharded: bool = False) -> Iterator[Ranks]:
     """Join the other ranks for the length of a with-block.
 
     Args:
         timeout_minutes: after this long in one collective the other ranks count as lost, and the run fails.
         device_wish: "auto", or "cpu" although there are accelerators.
+        is_sharded: whether the model will be (`sharding.py`): even one rank then sends tensors, to itself.
 
     Raises:
         ValueError: there are not enough devices for the ranks.
@@ -71,7 +73,7 @@ def process_group(timeout_minutes: float, device_wish: str = "auto") -> Iterator
     store, rank, world_size, launch = meet_the_others(timeout, restarts)
     # Numbers on the CPU (losses, decisions) travel by gloo, gradients by the device's own backend. One rank alone has
     # no gradients to share; nor has a Mac, whose GPU serves one process only.
-    shares_gradients = world_size > 1 and device.type not in ("cpu", "mps")
+    shares_gradients = (world_size > 1 or is_sharded) and device.type not in ("cpu", "mps")
     backend, bound_device = "gloo", None
     if shares_gradients:
         backend, bound_device = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}", device
@@ -137,19 +139,57 @@ def all_gather(value: Any) -> list[Any]:
 
 
 def broadcast_from_main(value: Any) -> Any:
-    """Rank 0's value, on every rank; any object that pickle knows. Tensors in it, on the CPU, travel one by one."""
-    file, is_main = io.BytesIO(), dist.get_rank() == 0
-    pickler = PicklerWithoutTensors(file)
-    if is_main:
-        pickler.dump(value)
-    box = [(file.getvalue(), [storage.nbytes() for storage in pickler.storages])]
+    """Rank 0's value, on every rank; any object that pickle knows. For large tensors, see `copy_from_main`."""
+    box = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    pickled, sizes = box[0]
-    # Whole storages, each once: tensors that share one here, as the embedding and the head do, share one there.
-    storages = pickler.storages if is_main else [torch.UntypedStorage(size) for size in sizes]
-    for storage in storages:
-        dist.broadcast(torch.empty(0, dtype=torch.uint8).set_(storage), src=0)
-    return value if is_main else UnpicklerWithTensors(io.BytesIO(pickled), storages).load()
+    return box[0]
+
+
+@torch.no_grad()
+def copy_from_main(source: Tensor, target: Tensor) -> None:
+    """Copy rank 0's tensor to a target on every rank, or to each rank's shard of one.
+
+    Args:
+        source: on rank 0 the values, on the CPU; on the others any tensor of that shape and type, without data perhaps.
+        target: of the same shape.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        values = source.contiguous() if dist.get_rank() == 0 else torch.empty(source.shape, dtype=source.dtype)
+        dist.broadcast(values, src=0)
+        source = values
+    target.copy_(like(source.to(target.device), target))
+
+
+def load_weights(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Give a model, on all ranks, the weights that rank 0 has, by their names."""
+    for name, parameter in parameters.items():
+        copy_from_main(weights[name], parameter)
+
+
+def without_data(value: Any) -> Any:
+    """Nested dictionaries with every tensor replaced by its shape and type alone: small enough to send around."""
+    if isinstance(value, Tensor):
+        return torch.empty_like(value, device="meta")
+    return {key: without_data(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+
+def is_shard(tensor: Any) -> bool:
+    """Whether this rank has only a part of a tensor (one of torch's DTensors, see `sharding.py`)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor of which each rank may have a shard; all ranks must ask. A plain tensor is whole already."""
+    return tensor.full_tensor() if is_shard(tensor) else tensor
+
+
+def like(tensor: Tensor, other: Any) -> Tensor:
+    """A whole tensor that all ranks have, sharded as another one of its shape is; plain where that is plain."""
+    if not is_shard(other):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor  # a second of imports that other runs save
+
+    return distribute_tensor(tensor, other.device_mesh, other.placements, src_data_rank=None)
 
 
 # ------------------------------------------------------------------ armour: restarts, signals, lost ranks, endings
@@ -186,45 +226,13 @@ def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int, s
     return store, rank, world_size, launch
 
 
-class PicklerWithoutTensors(pickle.Pickler):
-    """Pickles the places of tensors instead of the tensors: a pickled snapshot would be in memory several times.
-
-    Attributes:
-        storages: the memory of the tensors that were met, each once.
-    """
-
-    def __init__(self, file: io.BytesIO):
-        super().__init__(file)
-        self.storages: list[torch.UntypedStorage] = []
-        self._numbers: dict[int, int] = {}  # by address
-
-    def persistent_id(self, value: Any) -> Any:
-        """What stands for a tensor: (number of its storage, type, and where in the storage it is)."""
-        if not isinstance(value, torch.Tensor):
-            return None
-        storage = value.untyped_storage()
-        if storage.data_ptr() not in self._numbers:
-            self._numbers[storage.data_ptr()] = len(self.storages)
-            self.storages.append(storage)
-        number = self._numbers[storage.data_ptr()]
-        return number, value.dtype, value.storage_offset(), value.shape, value.stride()
-
-
-class UnpicklerWithTensors(pickle.Unpickler):
-    """The inverse of `PicklerWithoutTensors`, given the same storages."""
-
-    def __init__(self, file: io.BytesIO, storages: list[torch.UntypedStorage]):
-        super().__init__(file)
-        self.storages = storages
-
-    def persistent_load(self, place: Any) -> torch.Tensor:
-        """The tensor that was there."""
-        number, dtype, *where = place
-        return torch.empty(0, dtype=dtype).set_(self.storages[number], *where)
+# Ctrl-C, schedulers and terminals send the first three; SIGUSR1 is what SLURM sends before the time limit.
+# Windows has only two of them.
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 
 
 class StopRequest:
-    """Remembers the first SIGTERM, SIGINT or SIGHUP, so that the loop can stop at the end of a step.
+    """Remembers the first signal of `STOP_SIGNALS`, so that the loop can stop at the end of a step.
 
     Attributes:
         signal: its number; 0 while there is none.
@@ -237,11 +245,9 @@ class StopRequest:
     def listen(self) -> None:
         """Install the handler, in place of what the signals would do."""
         if not self._former:
-            for name in ("SIGTERM", "SIGINT", "SIGHUP"):
-                number = getattr(signal, name, None)
-                if number is None:  # Windows has no SIGHUP
-                    continue
-                if name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            for number in STOP_SIGNALS:
+                is_hangup = number == getattr(signal, "SIGHUP", None)
+                if not (is_hangup and signal.getsignal(number) is signal.SIG_IGN):  # as under nohup
                     self._former[number] = signal.signal(number, self._remember)
 
     def stop_listening(self) -> None:
@@ -270,10 +276,12 @@ def settle_buckets(model: torch.nn.Module, autocast: AbstractContextManager[Any]
     take one step with other sums than the run that went through.
 
     Args:
-        model: wrapped in DistributedDataParallel; it isn't changed.
+        model: it isn't changed; nothing is done unless it is wrapped in DistributedDataParallel.
         autocast: the context of its forward passes.
         tokens: some micro-batch, int64 (B, T), of the shape that all have: the model is compiled for it, perhaps.
     """
+    if not isinstance(model, DistributedDataParallel):
+        return
     targets = tokens.clone()  # a tensor of its own, as in training: compiled code distinguishes that
     for _ in range(2):  # the second one puts the new order into effect
         with autocast:
@@ -296,7 +304,7 @@ def leave_if_lost(error: RuntimeError) -> None:
     if is_lost:
         sys.stderr.write(f"rank {rank} has lost another rank, whose own output may say why ({words})\n")
     else:
-        sys.stderr.write(f"error: rank {rank}: {words}\n")
+        sys.stderr.write(f"error: rank {rank}: {words}{hint_at_the_address(words)}\n")
     sys.stderr.flush()
     if is_lost:
         time.sleep(3)  # torchrun names the first process that ends as the root cause: that isn't this one
@@ -308,6 +316,22 @@ SIGNS_OF_A_LOST_RANK = (
     *("closed by peer", "reset by peer", "broken pipe", "connection was likely closed"),
     *("timed out waiting", "timeout", "remote process exit"),
 )
+
+
+def hint_at_the_address(words: str) -> str:
+    """What to do where ranks on several machines don't connect, and this one's own name leads to itself alone."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if "connectFullMesh" not in words or os.environ.get("LOCAL_WORLD_SIZE", world_size) == world_size:
+        return ""
+    name, address = socket.gethostname(), ""
+    with suppress(OSError):
+        address = socket.gethostbyname(name)
+    if not address.startswith("127.") or "GLOO_SOCKET_IFNAME" in os.environ:
+        return ""
+    return (
+        f"; this machine's name, {name}, leads to {address}, where no other machine finds it: set GLOO_SOCKET_IFNAME "
+        "to the name of its network interface, which `ip address` lists"
+    )
 
 
 def in_one_line(error: Exception) -> str:
@@ -328,15 +352,15 @@ def is_rank_0() -> bool:
 
 def ignore_signals(worker_id: int) -> None:
     """For the loader's worker processes: signals go to the whole process group, and stopping is the rank's business."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
     """iter(loader), whose processes inherit blocked signals; `ignore_signals` may come seconds after their start."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         return iter(loader)
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         return iter(loader)
     finally:

@@ -12,12 +12,14 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import logging
+import math
 import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import numpy as np
 import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -28,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from char_dataset import CharVocabulary, DataConfig, split_codes
-from config import Config, directory_name, explain, suggestion
+from config import Config, choose_dtype, directory_name, explain, suggestion
 from corpus import BUNDLED_TEXT, download_corpus, read_text
 from distributed import (
     Ranks,
@@ -39,10 +41,13 @@ from distributed import (
     leave,
     leave_if_lost,
     process_group,
+    without_data,
 )
+from machines import check_alike, versions, warn_of_separate_disks
+from memory import is_out_of_memory, out_of_memory, recompute_in_backward
 from model import GPT, GPTConfig
 from report import Outcome, help_text, open_log_file, set_up_logging, sweep_table
-from run_files import RunError, is_half_moved, load_base, load_own, lock, start_from
+from run_files import RunError, fingerprint, is_half_moved, load_base, load_own, lock, start_from
 from snapshot import Snapshot
 from snapshot_contents import check_contents
 from trainer import Trainer
@@ -80,8 +85,28 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_co
             if not (settings.dry_run or is_half_moved(run_dir)):
                 own = load_own(snapshot_path, settings.resume, launch, check_contents)
             base = load_base(settings.init_from, own)
-        base = broadcast_from_main(base)
+        form = broadcast_from_main(without_data(base))
+        base = base or form  # the weights follow in `start_from`
 
+    vocabulary, train_codes, eval_codes = read_codes(config, path, base)
+    check_alike({"text": fingerprint(train_codes, eval_codes, vocabulary.code_of_point)[:12]}, ranks)
+    torch.manual_seed(settings.seed)  # the same on every rank: they start as one model
+    sizes = vars(config.gpt_config)
+    model = GPT(GPTConfig(**sizes, vocab_size=len(vocabulary), block_size=config.data_config.block_size))
+    if base:
+        start_from(model, base)
+    if settings.activation_checkpointing:
+        recompute_in_backward(model)
+    return Trainer(
+        *(settings, config.optimizer_config, model, vocabulary, train_codes, eval_codes),
+        *(ranks, run_dir, snapshot_path, full_config),
+    )
+
+
+def read_codes(
+    config: Config, path: str, base: Snapshot | None = None
+) -> tuple[CharVocabulary, np.ndarray, np.ndarray]:
+    """The vocabulary (that of a base model, if there is one), and both parts of the text in its codes."""
     text = read_text(path)
     vocabulary = CharVocabulary(base["vocabulary"]) if base else CharVocabulary.of(text)
     try:
@@ -90,17 +115,7 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_co
         raise ValueError(
             f"the model of trainer_config.init_from can't read {path}: {error}; replace these characters in the text"
         ) from error
-    train_codes, eval_codes = split_codes(codes, config.data_config)
-
-    torch.manual_seed(settings.seed)  # the same on every rank: they start as one model
-    sizes = vars(config.gpt_config)
-    model = GPT(GPTConfig(**sizes, vocab_size=len(vocabulary), block_size=config.data_config.block_size))
-    if base:
-        start_from(model, base)
-    return Trainer(
-        *(settings, config.optimizer_config, model, vocabulary, train_codes, eval_codes),
-        *(ranks, run_dir, snapshot_path, full_config),
-    )
+    return vocabulary, *split_codes(codes, config.data_config)
 
 
 @hydra.main(version_base="1.3", config_path=str(PROJECT), config_name="gpt2_train_cfg")
@@ -132,27 +147,38 @@ def run(cfg: DictConfig, run_dir: str) -> float:
         check_sweep(cfg)
         # Into the schema once more: a key added with "+" has got past Hydra.
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
-        ranks = group.enter_context(process_group(config.trainer_config.timeout_minutes, config.trainer_config.device))
-        writes = ranks.is_main and not config.trainer_config.dry_run
+        c = config.trainer_config
+        ranks = group.enter_context(process_group(c.timeout_minutes, c.device, c.strategy == "fsdp"))
+        kind = f"{choose_dtype(c, ranks.device)} on {ranks.device.type}"
+        check_alike({**versions(PROJECT, values), "precision": kind}, ranks)
+        writes = ranks.is_main and not (c.dry_run or c.plan)
         if writes:
             lock(run_dir)
         prefix = "" if ranks.is_main else f"[rank {ranks.rank}] "
         set_up_logging(ranks.is_main, prefix, Path(run_dir) / "main.log" if writes else None)
-        # A few operations on GPUs add up in an order that varies; torch then takes others, or says that it has none.
-        if config.trainer_config.deterministic != torch.are_deterministic_algorithms_enabled():
-            torch.use_deterministic_algorithms(config.trainer_config.deterministic)
+        be_deterministic(c.deterministic)
         path, warning = find_text(config.data_config.path, ranks)
         if warning and ranks.is_main:
             log.warning(warning)
+        if c.plan:
+            with group:
+                return print_plan(config, path, ranks, run_dir)
         trainer = build_trainer(config, path, ranks, run_dir, values)
         trainer.resume()
         open_log_file()
+        if not c.dry_run:
+            warn_of_separate_disks(trainer.snapshot_path, ranks)
         if writes:
             OmegaConf.save(cfg, Path(run_dir) / "config.yaml", resolve=True)
     except (ValueError, OSError, OmegaConfBaseException) as error:  # what a user can mend; in `fit` it would be a bug
         environment.remove_directories(run_dir)  # Hydra has made them; nothing came into them
         fail(error)
+    except SystemExit:  # of the ranks that leave it to rank 0 to say what is wrong
+        environment.remove_directories(run_dir)
+        raise
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            fail(out_of_memory(error, ranks.device))
         leave_if_lost(error)
         raise
     with group:
@@ -192,7 +218,7 @@ def main() -> None:
     leave(code or int(any(outcome.failure for outcome in OUTCOMES)))
 
 
-# -------------------------------------------------------------------------- armour: no text, a base model, failing runs
+# ----------------------------------------------------------------------- armour: no text, unlike machines, failing runs
 
 
 def check_sweep(cfg: DictConfig) -> None:
@@ -204,6 +230,14 @@ def check_sweep(cfg: DictConfig) -> None:
             f"trainer_config.snapshot_path={url}: all runs of a sweep would save there; leave it out, and each saves "
             "to its own run directory"
         )
+
+
+def be_deterministic(wish: bool) -> None:
+    """Some operations on GPUs add up in an order that varies: let torch take others, or say that it has none."""
+    if wish:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or it would refuse matrix products on CUDA
+    if wish != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(wish)
 
 
 def find_text(path: str, ranks: Ranks) -> tuple[str, str]:
@@ -232,15 +266,26 @@ def find_text(path: str, ranks: Ranks) -> tuple[str, str]:
     )
 
 
+def print_plan(config: Config, path: str, ranks: Ranks, run_dir: str) -> float:
+    """Print what the run would need, and train nothing; the result stands for the loss that there isn't."""
+    from plan import plan  # a second of imports that runs save
+
+    vocabulary, train_codes, _ = read_codes(config, path)
+    for line in plan(config, len(vocabulary), train_codes, ranks):
+        print(line)
+    environment.remove_directories(run_dir)
+    return math.nan
+
+
 def fit(trainer: Trainer) -> None:
     """Train; what ends the run before its time is told in one line."""
     try:
         trainer.fit()
     except RunError as error:
         fail(error) if trainer.ranks.is_main else sys.exit(1)  # rank 0 speaks for all
-    except torch.OutOfMemoryError as error:
-        fail(ValueError(f"out of memory on {trainer.ranks.device}: lower trainer_config.micro_batch_size ({error})"))
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            fail(out_of_memory(error, trainer.ranks.device))
         leave_if_lost(error)
         raise
     finally:

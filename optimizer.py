@@ -5,6 +5,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
+
+from distributed import copy_from_main, like, whole
 
 Group = dict[str, Any]  # parameters that share a learning rate and a weight decay, as torch's optimizers take them
 
@@ -55,7 +58,7 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, min_lr_ratio: float, decay: str) -> float:
-    """What the learning rates are multiplied by at an optimizer step: linear warm-up, then half a cosine or a line.
+    """What the learning rates are multiplied by at an optimizer step: linear warm-up, then one of three ways down.
 
     A pure function of the step: a restart, another number of ranks or of accumulation steps can't shift it.
 
@@ -65,7 +68,9 @@ def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, min_lr_
             warm-up that is longer than the run is cut off by its end.
         total_steps: the step at which the decay arrives at the bottom.
         min_lr_ratio: the bottom, as a fraction of the peak.
-        decay: "cosine" (SGDR, arXiv:1608.03983), or "linear", which ended 0.008 nats lower in runs of 1,100 steps.
+        decay: "cosine" (SGDR, arXiv:1608.03983); "linear", which ended 0.008 nats lower in runs of 1,100 steps; or
+            "wsd" (warm-up, stable, decay: arXiv:2405.18392), a line over the last fifth of the run. Up to there, the
+            factor doesn't depend on total_steps, and a run can still be prolonged as if it had always been longer.
 
     Returns:
         A factor from 0 to 1.
@@ -76,9 +81,10 @@ def learning_rate_factor(step: int, warmup_steps: int, total_steps: int, min_lr_
     # 2. Past the end.
     if step >= total_steps:
         return min_lr_ratio
-    # 3. In between: from 1 at the end of the warm-up down to min_lr_ratio at total_steps.
-    progress = (step - warmup_steps) / (total_steps - warmup_steps)
-    left = 1.0 - progress if decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    # 3. In between: at 1 until the decay begins, then down to min_lr_ratio at total_steps.
+    begin = max(warmup_steps, total_steps * 4 // 5) if decay == "wsd" else warmup_steps
+    progress = max(0, step - begin) / (total_steps - begin)
+    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if decay == "cosine" else 1.0 - progress
     return min_lr_ratio + (1.0 - min_lr_ratio) * left
 
 
@@ -191,8 +197,10 @@ class Muon(Optimizer):
         torch._foreach_lerp_(averages, gradients, 1.0 - group["momentum"])
         # Nesterov: the gradient that the average would give if this step's gradient came once more.
         lookahead = torch._foreach_lerp(gradients, averages, group["momentum"])
-        pieces = torch.stack(lookahead).view(-1, rows, columns)  # n of them, or 3n
+        together = torch.stack(lookahead)
+        pieces = whole(together).view(-1, rows, columns)  # n of them, or 3n
         updates = self._orthogonalize_together(pieces, group["ns_steps"]).reshape(len(matrices), -1, columns)  # n again
+        updates = like(updates, together)
         torch._foreach_mul_(matrices, 1.0 - group["lr"] * group["weight_decay"])
         # An orthogonal update of a tall matrix has small entries, so it gets a larger step.
         scale = math.sqrt(max(1.0, rows / columns))
@@ -236,6 +244,8 @@ class MuonWithAdamW(Optimizer):
             "muon": Muon(matrices, dtype, rank, world_size),
             "adamw": AdamW(others, betas=betas, fused=True),
         }
+        for part in self.parts.values():
+            part.state = self.state  # one dictionary, by parameter
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -243,15 +253,12 @@ class MuonWithAdamW(Optimizer):
         for part in self.parts.values():
             part.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state dictionaries of both parts, by name."""
-        return {name: part.state_dict() for name, part in self.parts.items()}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
-        for name, part in self.parts.items():
-            part.load_state_dict(state_dict[name])
-        self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
+        """As torch's optimizers do; the parts adopt the new groups and the new state."""
+        super().load_state_dict(state_dict)
+        groups = iter(self.param_groups)
+        for part in self.parts.values():
+            part.param_groups, part.state = [next(groups) for _ in part.param_groups], self.state
 
 
 # ------------------------------------------------ armour: fine-tuning, changed configurations, wrong settings
@@ -286,59 +293,46 @@ def make_groups(
     ]
 
 
-def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a saved state, but keep the learning rates, betas and decay of the present configuration.
+def optimizer_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """What an optimizer remembers of each parameter, by the parameter's name; nothing before the first step.
 
-    `load_state_dict` alone brings the saved ones back, and a changed configuration silently does nothing.
+    Learning rates, betas and decay are no part of it: those of the present configuration hold, also in a run that goes
+    on. (torch's own `state_dict` has them, and `load_state_dict` brings the old ones back: a changed configuration
+    silently does nothing. It also numbers the parameters, and the numbers change with the groups.)
     """
-    parts = state.values() if "param_groups" not in state else [state]
-    saved = sum(len(part["param_groups"]) for part in parts)
-    if saved != len(optimizer.param_groups):
-        raise ValueError(
-            f"the snapshot's optimizer has {saved} parameter groups, and this one {len(optimizer.param_groups)}; "
-            "optimizer_config.layer_decay can't be switched on or off in mid-run"
-        )
-    configured = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
-    optimizer.load_state_dict(state)
-    for group, wanted in zip(optimizer.param_groups, configured, strict=True):
-        params = group["params"]
-        group.clear()  # what an older program saved here, and this one doesn't know, must not stay
-        group.update(wanted, params=params)
+    return {name: dict(optimizer.state[p]) for name, p in parameters.items() if optimizer.state.get(p)}
 
 
-def check_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Raise ValueError where a saved state hasn't this optimizer's form: `load_state_dict` takes any.
+def load_optimizer_state(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """The inverse of `optimizer_state`, on all ranks together: rank 0's state counts, the others need its form only."""
+    for name, values in state.items():
+        p = parameters[name]
+        for key, value in values.items():
+            own = torch.zeros((), device=p.device) if key == "step" else torch.zeros_like(p, requires_grad=False)
+            copy_from_main(value, own)
+            optimizer.state[p][key] = own
 
-    Other numbers of groups are left to `load_optimizer_state`, which knows why.
-    """
-    parts: dict[str, Optimizer] = optimizer.parts if isinstance(optimizer, MuonWithAdamW) else {"": optimizer}
-    states = state if isinstance(optimizer, MuonWithAdamW) else {"": state}
-    if states.keys() != parts.keys():
-        raise ValueError(f"optimizer state of {[*states]}, not of {[*parts]}")
-    for name, part in parts.items():
-        saved, groups = states[name]["state"], states[name]["param_groups"]
-        if not groups or not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise ValueError(f"{name} state without parameter groups")
-        if len(groups) != len(part.param_groups):
-            continue
-        parameters = [p for group in part.param_groups for p in group["params"]]
-        sizes = [len(group["params"]) for group in part.param_groups]
-        numbers = [number for group in groups for number in group["params"]]
-        # Without any state, no step was taken yet.
-        is_alike = [len(group["params"]) for group in groups] == sizes and numbers == [*range(len(parameters))]
-        if not is_alike or saved.keys() not in (set(), set(numbers)):
-            raise ValueError(f"{name} state of {len(saved)} parameters, not of {len(parameters)} in groups of {sizes}")
-        names = {"momentum_buffer"} if isinstance(part, Muon) else {"step", "exp_avg", "exp_avg_sq"}
-        for number, values in saved.items():
-            if values.keys() != names:
-                raise ValueError(f"{name} state {[*values]}, not {sorted(names)}")
-            for key, value in values.items():
-                shape = () if key == "step" else parameters[number].shape
-                has_form = isinstance(value, Tensor) and value.shape == shape and value.dtype == torch.float32
-                if not has_form or not value.is_contiguous() or not value.isfinite().all():
-                    raise ValueError(f"{name} state {key} of parameter {number} is no finite float32 of shape {shape}")
-                if key == "exp_avg_sq" and (value < 0).any():
-                    raise ValueError(f"{name} state {key} of parameter {number} is an average of squares, and negative")
+
+def check_optimizer_state(optimizer: Optimizer, parameters: Mapping[str, Tensor], state: dict[str, Any]) -> None:
+    """Raise ValueError where a saved state hasn't this optimizer's form."""
+    if state.keys() not in (set(), parameters.keys()):  # nothing at all: no step was taken yet
+        raise ValueError(f"optimizer state of {len(state)} parameters, not of these {len(parameters)}")
+    muon = optimizer.parts["muon"].param_groups if isinstance(optimizer, MuonWithAdamW) else []
+    averaged_once = {id(p) for group in muon for p in group["params"]}
+    for name, values in state.items():
+        p = parameters[name]
+        keys = {"momentum_buffer"} if id(p) in averaged_once else {"step", "exp_avg", "exp_avg_sq"}
+        if values.keys() != keys:
+            raise ValueError(f"optimizer state {[*values]} of {name}, not {sorted(keys)}")
+        for key, value in values.items():
+            shape = () if key == "step" else p.shape
+            has_form = isinstance(value, Tensor) and value.shape == shape and value.dtype == torch.float32
+            if not has_form or not value.is_contiguous() or not value.isfinite().all():
+                raise ValueError(f"optimizer state {key} of {name} is no finite float32 of shape {tuple(shape)}")
+            if key == "exp_avg_sq" and (value < 0).any():
+                raise ValueError(f"optimizer state {key} of {name} is an average of squares, and negative")
 
 
 def check_optimizer_config(c: OptimizerConfig) -> None:
@@ -350,7 +344,7 @@ def check_optimizer_config(c: OptimizerConfig) -> None:
         "weight_decay": (0.0 <= c.weight_decay < math.inf, "at least 0"),
         "betas": (len(c.betas) == 2 and all(0.0 <= beta < 1.0 for beta in c.betas), "two numbers from 0 to below 1"),
         "warmup_steps": (c.warmup_steps >= 0, "at least 0 optimizer steps"),
-        "lr_decay": (c.lr_decay in ("cosine", "linear"), "cosine or linear"),
+        "lr_decay": (c.lr_decay in ("cosine", "linear", "wsd"), "cosine, linear or wsd"),
         "min_lr_ratio": (0.0 <= c.min_lr_ratio <= 1.0, "from 0 to 1"),
         "layer_decay": (0.0 < c.layer_decay <= 1.0, "above 0 and at most 1"),
     }

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 Item = TypeVar("Item")
 
@@ -187,11 +186,6 @@ class Stopwatch:
             began = time.perf_counter()
 
 
-def parameter_norm(model: nn.Module) -> float:
-    """Euclidean norm of all parameters together."""
-    return float(torch.stack([p.detach().norm() for p in model.parameters()]).norm())
-
-
 # ---------------------------------------------------------------- armour: consoles, profiles, platforms, help, sweeps
 
 _lock = threading.RLock()  # of the console
@@ -273,7 +267,7 @@ def set_up_logging(is_main: bool, prefix: str, log_file: Path | None) -> None:
     if log_file is not None:
         target = LogFile(log_file, encoding="utf-8", delay=True)
         target.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
-        handlers.append(MemoryHandler(10_000, logging.CRITICAL + 1, target, flushOnClose=False))
+        handlers.append(WaitingLines(target))
     form = f"%(asctime)s {prefix}%(message)s"
     logging.basicConfig(level=level, format=form, datefmt="%H:%M:%S", handlers=handlers, force=True)
     logging.getLogger("hydra").setLevel(logging.WARNING)  # it counts the runs of a sweep from 0, and we from 1
@@ -286,10 +280,20 @@ def open_log_file() -> None:
     """
     root = logging.getLogger()
     for handler in [*root.handlers]:
-        if isinstance(handler, MemoryHandler) and handler.target is not None:
-            handler.flush()
+        if isinstance(handler, WaitingLines):
             root.removeHandler(handler)
-            root.addHandler(handler.target)
+            root.addHandler(handler.file)
+            for record in handler.buffer:
+                if handler.file in root.handlers:  # a full disk may have ended it
+                    handler.file.handle(record)
+
+
+class WaitingLines(MemoryHandler):
+    """Lines that are to go to main.log, if it is opened at all: a command that is refused leaves no word in it."""
+
+    def __init__(self, file: "LogFile"):
+        super().__init__(10_000, logging.CRITICAL + 1)
+        self.file = file  # not MemoryHandler's own target, to which Python 3.11 would write at the end of the program
 
 
 class ConsoleHandler(logging.Handler):

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from distributed import load_weights
 from snapshot import (
     Snapshot,
     best_url,
@@ -51,15 +52,24 @@ class RunSnapshots:
         url: path or fsspec URL of the latest.
         identity: what a snapshot must share with this run to be continued by it.
         launch: tells this start of the program, with its restarts by the launcher, from every other one.
-        optimizer: whose state they hold.
+        optimizer, parameters: whose state they hold, and what it trains, by name.
 
     Attributes:
         errors: by URL, why the last save there failed; empty while all is well.
         last_step: the optimizer step of the latest snapshot; None where there is none.
     """
 
-    def __init__(self, run_dir: str, url: str, identity: Snapshot, launch: str, optimizer: Optimizer):
-        self.run_dir, self.url, self.identity, self.optimizer = run_dir, url, identity, optimizer
+    def __init__(
+        self,
+        run_dir: str,
+        url: str,
+        identity: Snapshot,
+        launch: str,
+        optimizer: Optimizer,
+        parameters: dict[str, torch.nn.Parameter],
+    ):
+        self.run_dir, self.url, self.identity = run_dir, url, identity
+        self.optimizer, self.parameters = optimizer, parameters
         self.written_by = {"directory": os.path.abspath(run_dir), "launch": launch}  # "run" in every snapshot
         self.errors: dict[str, str] = {}
         self.last_step: int | None = None
@@ -152,7 +162,7 @@ class RunSnapshots:
         """Raise ValueError unless this run can go on from a snapshot, DamagedSnapshotError where nobody can."""
         check_contents(snapshot, url)
         check_matches(snapshot, self.identity)
-        check_optimizer(snapshot, url, self.optimizer)
+        check_optimizer(snapshot, url, self.optimizer, self.parameters)
 
     def _check_directory(self, snapshot: Snapshot) -> None:
         """Raise ValueError where a snapshot outside of the run directory belongs to the run in another one."""
@@ -269,7 +279,9 @@ def load_base(url: str, own: Snapshot | None) -> Snapshot:
 
 
 def start_from(model: torch.nn.Module, base: Snapshot) -> None:
-    """Give a new model the weights of another run's; its optimizer, its step and its data order start afresh.
+    """Give a new model, on all ranks, the weights of another run's, which rank 0 has.
+
+    Its optimizer, its step and its data order start afresh.
 
     Raises:
         ValueError: the sizes differ. Dropout may differ: it is no part of the weights.
@@ -281,7 +293,7 @@ def start_from(model: torch.nn.Module, base: Snapshot) -> None:
             f"the model of trainer_config.init_from has another shape: {', '.join(sizes)}; set gpt_config and "
             "data_config.block_size as they are there"
         )
-    model.load_state_dict(base["model"])
+    load_weights(dict(model.named_parameters()), base["model"])
 
 
 def fingerprint(*parts: np.ndarray) -> str:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1  # raise it when an older program would misread what this one writes
+FORMAT_VERSION = 2  # raise it when an older program would misread what this one writes
 
 Snapshot = dict[str, Any]
 
@@ -252,7 +252,8 @@ def prepare(url: str) -> None:
                     for leftover in glob.glob(f"{glob.escape(target)}.{'[0-9a-f]' * 32}.tmp"):
                         os.unlink(leftover)
             ask(filesystem, "pipe_file", probe, b"can this be written?")
-            ask(filesystem, "rm_file", probe)
+            with suppress(FileNotFoundError):  # another run that begins there took it for a killed one's
+                ask(filesystem, "rm_file", probe)
     except Exception as error:  # each of fsspec's backends raises errors of its own
         raise ValueError(
             f"snapshots can't be written to {url} ({type(error).__name__}: {error}); free some space, get permission, "
@@ -345,6 +346,12 @@ def is_in(url: str, folder: str) -> bool:
     filesystem, path = fsspec.url_to_fs(url)
     its_folder = os.path.realpath(os.path.dirname(path))
     return isinstance(filesystem, LocalFileSystem) and its_folder == os.path.realpath(folder)
+
+
+def local_path(url: str) -> str | None:
+    """The path of a file on this machine's disks; None where a URL leads to a store."""
+    filesystem, path = fsspec.url_to_fs(url)
+    return path if isinstance(filesystem, LocalFileSystem) else None
 
 
 def _force_to_disk(path: str) -> None:

@@ -8,12 +8,12 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from char_dataset import CharVocabulary
 from model import GPT, GPTConfig
-from optimizer import check_optimizer_state
+from optimizer import check_optimizer_state, layer_scales, make_groups, split_parameters
 from snapshot import DamagedSnapshotError, Snapshot, first_line
 
 
@@ -47,13 +47,6 @@ def check_model(snapshot: Snapshot, url: str) -> None:
         raise DamagedSnapshotError(f"{url} holds no usable model ({first_line(error)})") from error
 
 
-def all_finite(state: Any) -> bool:
-    """Whether there is neither infinity nor NaN in the tensors of nested dictionaries."""
-    if isinstance(state, Tensor):
-        return bool(state.isfinite().all())
-    return all(all_finite(part) for part in state.values()) if isinstance(state, dict) else True
-
-
 def check_tensor(value: Any, shape: torch.Size, name: str) -> None:
     """Raise ValueError unless a value is a float32 tensor of a shape, with data, and finite."""
     if not isinstance(value, Tensor) or value.device.type != "cpu" or value.layout != torch.strided:
@@ -84,12 +77,40 @@ def check_contents(snapshot: Snapshot, url: str) -> None:
         raise DamagedSnapshotError(f"{url} can't be continued ({first_line(error)})") from error
 
 
-def check_optimizer(snapshot: Snapshot, url: str, optimizer: Optimizer) -> None:
-    """Raise DamagedSnapshotError unless the optimizer's state in a snapshot fits this optimizer."""
+def check_optimizer(snapshot: Snapshot, url: str, optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    """Raise DamagedSnapshotError unless the optimizer's state in a snapshot fits this optimizer.
+
+    A state of the first format is brought into the present form.
+    """
     try:
-        check_optimizer_state(optimizer, snapshot["optimizer"])
+        if snapshot["format_version"] < 2:
+            snapshot["optimizer"] = state_by_name(snapshot)
+        check_optimizer_state(optimizer, parameters, snapshot["optimizer"])
     except Exception as error:  # odd contents raise almost anything
         raise DamagedSnapshotError(f"{url} can't be continued ({first_line(error)})") from error
+
+
+def state_by_name(snapshot: Snapshot) -> dict[str, Any]:
+    """The optimizer's state in a snapshot of the first format, which numbered the parameters, by their names.
+
+    They were numbered as they stood in the groups, and those follow from the snapshot's own configuration.
+    """
+    state, config = snapshot["optimizer"], snapshot["config"]["optimizer_config"]
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**snapshot["model_config"]))
+    scales = layer_scales(model, config.get("layer_decay", 1.0))
+    decaying, undecayed = (make_groups(parameters, scales, 0.0, 0.0) for parameters in split_parameters(model))
+    parts = [(state, decaying + undecayed)]  # AdamW alone
+    if "param_groups" not in state:
+        parts = [(state["muon"], decaying), (state["adamw"], undecayed)]
+    names = {p: name for name, p in model.named_parameters()}
+    by_name: dict[str, Any] = {}
+    for part, groups in parts:
+        in_order = [names[p] for group in groups for p in group["params"]]
+        if [number for group in part["param_groups"] for number in group["params"]] != [*range(len(in_order))]:
+            raise ValueError("other groups of parameters than its configuration says")
+        by_name |= {in_order[number]: values for number, values in part["state"].items()}
+    return by_name
 
 
 def check_plain(values: Any) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
@@ -30,15 +29,26 @@ from distributed import (
     broadcast_from_main,
     gather_on_main,
     ignore_signals,
+    load_weights,
     settle_buckets,
     start_workers,
+    whole,
+    without_data,
 )
+from memory import choose_micro_batch
 from model import GPT
-from optimizer import OptimizerConfig, create_optimizer, learning_rate_factor, load_optimizer_state, set_learning_rate
-from report import Reporter, parameter_norm, peak_memory
+from optimizer import (
+    OptimizerConfig,
+    create_optimizer,
+    learning_rate_factor,
+    load_optimizer_state,
+    optimizer_state,
+    set_learning_rate,
+)
+from report import Reporter, peak_memory
 from run_files import RunError, RunSnapshots, differences, fingerprint
+from sharding import distribute, gather_tensors, gradients_stay_local, local, named_weights, norm, plain_copy
 from snapshot import Snapshot, best_url
-from snapshot_contents import all_finite
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +63,6 @@ class State:
     best_eval_loss: float = math.inf  # the lowest so far, nats a character
     best_step: int = 0  # the optimizer step it was found at
     stop_signal: int = 0  # the signal on which all ranks agreed to stop; 0: go on
-
-
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of one rank's dropout in one optimizer step: ranks and steps draw independent masks.
-
-    Seeding every step anew, instead of saving the generator's state, makes a restarted run draw the same masks.
-    """
-    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
 
 
 class Trainer:
@@ -96,30 +98,25 @@ class Trainer:
         self.config, self.optimizer_config, self.full_config = config, optimizer_config, full_config
         self.vocabulary, self.eval_codes, self.ranks, self.snapshot_path = vocabulary, eval_codes, ranks, snapshot_path
         self.block_size = model.config.block_size
-        self.micro_batch_size = config.sequences_per_forward(ranks.world_size)
-        self.accumulation_steps = config.batch_size // (self.micro_batch_size * ranks.world_size)
 
         self.dtype = choose_dtype(config, ranks.device)  # of matrix products; the weights stay float32
         self.autocast = torch.autocast(ranks.device.type, self.dtype, enabled=self.dtype != torch.float32)
         # On GPUs, what autocast leaves in float32 may go through the tensor cores as TF32, but not in a float32 run.
         torch.set_float32_matmul_precision("highest" if self.dtype == torch.float32 else "high")
-        self.raw_model = model.to(ranks.device)  # saved and evaluated: without DDP's prefix before every name
-        if config.compile:
-            self.raw_model.compile()
-        self.model: torch.nn.Module = self.raw_model  # trained
-        if ranks.world_size > 1:
-            self.model = DistributedDataParallel(self.raw_model, gradient_as_bucket_view=True)
+        self.raw_model = model  # saved and evaluated: without DDP's prefix before every name
+        self.model = distribute(model, config.strategy, self.dtype, config.compile, ranks.device)  # trained
+        self.parameters = dict(model.named_parameters())  # by name; what two modules share, once
         # float16 has too small a range for Muon's products.
         muon_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
         self.optimizer = create_optimizer(self.raw_model, optimizer_config, muon_dtype, ranks.rank, ranks.world_size)
         # float16 alone needs its losses scaled up to keep small gradients; disabled, the scaler passes all through.
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
+        self.micro_batch_size = choose_micro_batch(self.raw_model, self.optimizer, config, ranks.world_size, self.dtype)
+        self.accumulation_steps = config.batch_size // (self.micro_batch_size * ranks.world_size)
 
         dataset = CharDataset(train_codes, self.block_size)
         self.sampler = WindowSampler(dataset, config.batch_size, ranks.world_size, ranks.rank, config.seed)
-        self.loader = make_loader(
-            dataset, self.sampler, self.micro_batch_size, config.data_loader_workers, ranks.device
-        )
+        self.loader = make_loader(self, dataset)
         self.state = State(total_steps=config.steps_in_all(self.sampler.steps_per_epoch))
 
         self.stop_request = StopRequest()
@@ -127,7 +124,8 @@ class Trainer:
         self.snapshots: RunSnapshots | None = None
         if ranks.is_main and not config.dry_run:
             identity = self._identity(fingerprint(train_codes, eval_codes))
-            self.snapshots = RunSnapshots(run_dir, snapshot_path, identity, ranks.launch, self.optimizer)
+            launch = ranks.launch
+            self.snapshots = RunSnapshots(run_dir, snapshot_path, identity, launch, self.optimizer, self.parameters)
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -166,7 +164,7 @@ class Trainer:
         mean_loss = torch.zeros((), device=self.ranks.device)
         for micro_step in range(self.accumulation_steps):
             x, y = next(batches)  # (B, T) each
-            with self._gradients_stay_local(is_last=micro_step == self.accumulation_steps - 1):
+            with gradients_stay_local(self.model, is_last=micro_step == self.accumulation_steps - 1):
                 with self.autocast:
                     _, loss = self.model(x, y)
                 # Micro-batches and ranks are equally large, so the mean of their means is the global batch's mean.
@@ -174,7 +172,7 @@ class Trainer:
                 self.scaler.scale(loss).backward()  # scale: lifts small float16 gradients above zero
             mean_loss += loss.detach()
         self.scaler.unscale_(self.optimizer)  # before clipping, which must see the true norm
-        grad_norm = clip_grad_norm_(self.raw_model.parameters(), self.config.grad_norm_clip or math.inf)
+        grad_norm = whole(clip_grad_norm_(self.raw_model.parameters(), self.config.grad_norm_clip or math.inf))
         self._agree_to_step(mean_loss, grad_norm)  # raises where something is wrong, before the weights change
         self.scaler.step(self.optimizer)  # leaves the step out where a float16 gradient overflowed
         self.scaler.update()  # and lowers the scale then
@@ -203,8 +201,9 @@ class Trainer:
             ):
                 with self.autocast:
                     _, loss = self.raw_model(x.to(self.ranks.device), y.to(self.ranks.device))
-                losses.append(loss)
-                counts.append(int((y != -1).sum()))
+                if (y != -1).any():  # else the ranks had unequal shares, and the mean of no targets is no number
+                    losses.append(loss)
+                    counts.append(int((y != -1).sum()))
         finally:
             self.raw_model.train(was_training)
         means = torch.stack(losses).tolist() if losses else []
@@ -230,12 +229,6 @@ class Trainer:
             for x, y in self.reporter.watch.waiting_for(start_workers(self.loader)):
                 yield x.to(device, non_blocking=non_blocking), y.to(device, non_blocking=non_blocking)
 
-    def _gradients_stay_local(self, is_last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward: no all-reduce of the gradients, except at the last micro-batch of a step."""
-        if is_last or not isinstance(self.model, DistributedDataParallel):
-            return nullcontext()
-        return self.model.no_sync()
-
     # ------------------------------------------------------- around the steps: start, evaluations, snapshots, reports
 
     def _start(self) -> None:
@@ -248,7 +241,7 @@ class Trainer:
             # A stop may have come between save and evaluation; or the best snapshot is the latest, by a second name,
             # and was written before its loss was known.
             self._evaluate_and_keep_best()
-        if isinstance(self.model, DistributedDataParallel) and self.step < self.state.total_steps:
+        if self.step < self.state.total_steps:
             shape = self.micro_batch_size, self.block_size
             settle_buckets(self.model, self.autocast, torch.zeros(shape, dtype=torch.int64, device=self.ranks.device))
         self.reporter.watch.restart(self.step)
@@ -301,22 +294,23 @@ class Trainer:
     def _save(self, is_best: bool = False) -> None:
         """Write down all that the rest of the run depends on; rank 0 does, and not in a dry run."""
         check_finite(self)
-        if self.snapshots is None:
+        if self.config.dry_run:
             return
         state = {
             "step": self.step,
             "samples": self.step * self.config.batch_size,
-            "model": self.raw_model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": gather_tensors(named_weights(self.raw_model)),
+            "optimizer": gather_tensors(optimizer_state(self.optimizer, self.parameters)),
             "scaler": self.scaler.state_dict(),
             "best_eval_loss": self.state.best_eval_loss,
             "best_step": self.state.best_step,
             "config": self.full_config,
             "torch_version": str(torch.__version__),
         }
-        with self.reporter.watch.paused():
-            self.reporter.flush()  # the curves up to here belong to it
-            self.snapshots.save(state, is_best)
+        if self.snapshots is not None:
+            with self.reporter.watch.paused():
+                self.reporter.flush()  # the curves up to here belong to it
+                self.snapshots.save(state, is_best)
 
     def resume(self) -> None:
         """Go on from the run's snapshot if there is one; with resume=false, move old snapshots aside instead.
@@ -327,12 +321,13 @@ class Trainer:
         snapshot = None
         if self.snapshots is not None:
             snapshot = self.snapshots.open(self.config.resume, self.ranks.is_restart)
-        # Read once, by one rank: the others may have no access, and must not see another file.
-        snapshot = broadcast_from_main(snapshot)
+        # Read once, by one rank: the others may have no access, and must not see another file. Tensors come one by one.
+        form = broadcast_from_main(without_data(snapshot))
+        snapshot = snapshot or form
         if snapshot is None:
             return
-        self.raw_model.load_state_dict(snapshot["model"])
-        load_optimizer_state(self.optimizer, snapshot["optimizer"])
+        load_weights(self.parameters, snapshot["model"])
+        load_optimizer_state(self.optimizer, self.parameters, snapshot["optimizer"])
         if snapshot["scaler"]:  # empty where the run wasn't in float16 up to now
             self.scaler.load_state_dict(snapshot["scaler"])
         self.state.step = snapshot["step"]
@@ -379,13 +374,27 @@ class Trainer:
             raise RunError(f"step {self.step + 1}: torchrun is gone; leaving without another snapshot")
 
 
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of one rank's dropout in one optimizer step: ranks and steps draw independent masks.
+
+    Seeding every step anew, instead of saving the generator's state, makes a restarted run draw the same masks.
+    """
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
+
+
 def check_finite(trainer: Trainer) -> None:
     """Raise RunError where the weights or the optimizer's state are not finite: such are never evaluated nor saved.
 
-    They are the same on all ranks, so all of them raise.
+    All ranks raise, or none.
     """
     # The norm: where it overflows, the weights are as good as infinite.
-    if not (math.isfinite(parameter_norm(trainer.raw_model)) and all_finite(trainer.optimizer.state_dict())):
+    is_finite = math.isfinite(norm(trainer.parameters.values()))
+    averages = [local(value) for values in trainer.optimizer.state.values() for value in values.values()]
+    if averages:
+        is_finite &= bool(
+            torch.stack([average.isfinite().all() for average in averages]).all()
+        )  # one look at the device
+    if all_reduce_max([not is_finite])[0]:  # a rank may have shards only
         raise diverged(trainer, f"step {trainer.step} has left weights or optimizer state that are not finite")
 
 
@@ -408,12 +417,13 @@ def sample(trainer: Trainer, length: int) -> str:
 
     Rank 0 alone writes it; on the others it is empty.
     """
-    if not trainer.ranks.is_main or length == 0:
+    model = plain_copy(trainer.raw_model) if length > 0 else None
+    if model is None or not trainer.ranks.is_main:
         return ""
-    device, vocabulary = trainer.ranks.device, trainer.vocabulary
+    device, vocabulary = model.wte.weight.device, trainer.vocabulary
     idx = vocabulary.encode(vocabulary.start)[None].to(device)  # (1, 1)
     random = torch.Generator(device).manual_seed(trainer.config.seed)
-    out = trainer.raw_model.generate(idx, length, 0.8, do_sample=True, generator=random)  # (1, T)
+    out = model.generate(idx, length, 0.8, do_sample=True, generator=random)  # (1, T)
     return vocabulary.decode(out[0, 1:])
 
 
@@ -424,17 +434,15 @@ def run_eagerly(is_compiled: bool) -> AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager")
 
 
-def make_loader(
-    dataset: CharDataset, sampler: WindowSampler, batch_size: int, workers: int, device: torch.device
-) -> DataLoader:
+def make_loader(trainer: Trainer, dataset: CharDataset) -> DataLoader:
     """The loader of micro-batches; `CharDataset.__getitems__` has put each together already."""
     return DataLoader(
         dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        num_workers=workers,
+        batch_size=trainer.micro_batch_size,
+        sampler=trainer.sampler,
+        num_workers=trainer.config.data_loader_workers,
         collate_fn=_as_it_is,
-        pin_memory=device.type == "cuda",
+        pin_memory=trainer.ranks.device.type == "cuda",
         worker_init_fn=ignore_signals,
         generator=torch.Generator(),  # or the loader would draw from the global one, and shift the dropout
     )
@@ -446,13 +454,13 @@ def _as_it_is(batch: Any) -> Any:
 
 def step_values(trainer: Trainer, loss: float, grad_norm: Tensor) -> dict[str, float]:
     """What is logged of a step, by TensorBoard's tags; speeds are means since the last report."""
-    watch, model = trainer.reporter.watch, trainer.raw_model
+    watch = trainer.reporter.watch
     steps, seconds, data_seconds = trainer.step - watch.first_step, watch.seconds, watch.data_seconds
     return {  # the loss of the global batch: the mean over ranks, whose shares are equally large
         "train/loss": all_reduce_sum([loss])[0] / trainer.ranks.world_size,
         "train/learning_rate": trainer.optimizer.param_groups[-1]["lr"],
         "train/grad_norm": grad_norm.item(),
-        "train/param_norm": parameter_norm(model),
+        "train/param_norm": norm(trainer.parameters.values()),
         "train/tokens_per_second": steps * trainer.config.batch_size * trainer.block_size / seconds,
         "time/data_seconds_per_step": data_seconds / steps,
         "time/compute_seconds_per_step": (seconds - data_seconds) / steps,

@@ -4,6 +4,7 @@ python docs/pictures.py mask schedule ranks restart     # the ones named, or all
 python docs/pictures.py curves RUN_DIR RUN_DIR          # docs/curves.png from two finished runs' TensorBoard events
 python docs/pictures.py run RUN_DIR                     # docs/run.png: one run's losses, and what it writes on the way
 python docs/pictures.py terminal COMMAND ...            # docs/terminal.gif: the command, run and recorded in a terminal
+python docs/pictures.py page look.html                  # docs/page.png: two parts of a page of look.py, by Chromium
 """
 
 import os
@@ -89,10 +90,14 @@ def draw_mask() -> None:
 
 
 def draw_schedule() -> None:
-    """The learning-rate factor of the default run and of a run with warm-up and floor that one can see."""
-    figure, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")
+    """The learning-rate factor of the default run, of one with warm-up and floor that one can see, and of wsd."""
+    figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
     total = 1100
-    for warmup, floor, decay, colour, style in ((20, 0.0, "linear", BLUE, "-"), (200, 0.1, "cosine", ORANGE, "--")):
+    for warmup, floor, decay, colour, style in (
+        (20, 0.0, "linear", BLUE, "-"),
+        (200, 0.1, "cosine", ORANGE, "--"),
+        (20, 0.0, "wsd", GREEN, ":"),
+    ):
         factors = [learning_rate_factor(step, warmup, total, floor, decay) for step in range(total + 100)]
         axis.plot(
             factors, color=colour, linestyle=style, label=f"{decay}, warmup_steps={warmup}, min_lr_ratio={floor:g}"
@@ -315,6 +320,28 @@ def draw_terminal(command: list[str], seconds: float = 12.0) -> None:
     print(f"docs/terminal.gif: {(DOCS / 'terminal.gif').stat().st_size / 1024:.0f} KB, {len(images)} frames")
 
 
+def draw_page(file: str) -> None:
+    """Two parts of a page of look.py, side by side: surprise, and attention. It needs Debian's chromium."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 700, "height": 900})
+        page.goto(Path(file).resolve().as_uri())
+        page.wait_for_selector("body[data-ready]", state="attached")
+        parts = []
+        for name in ("surprise", "maps"):
+            page.locator(f"#{name}").screenshot(path=f"{folder}/{name}.png")
+            parts.append(Image.open(f"{folder}/{name}.png").convert("RGB"))
+        browser.close()
+    whole = Image.new("RGB", (sum(part.width for part in parts) + 24, max(part.height for part in parts)), "white")
+    whole.paste(parts[0], (0, 0))
+    whole.paste(parts[1], (parts[0].width + 24, 0))
+    whole.quantize(64).save(DOCS / "page.png", optimize=True)
+    print(f"docs/page.png: {(DOCS / 'page.png').stat().st_size / 1024:.0f} KB")
+
+
 def main() -> None:
     """Draw what the command line names."""
     torch.set_num_threads(1)
@@ -334,10 +361,17 @@ def main() -> None:
             sys.exit("error: name a command: python docs/pictures.py terminal COMMAND ...")
         draw_terminal(names[1:])
         return
+    if names[0] == "page":
+        if len(names) != 2:
+            sys.exit("error: name a page of look.py: python docs/pictures.py page look.html")
+        draw_page(names[1])
+        return
     functions = {"mask": draw_mask, "schedule": draw_schedule, "ranks": draw_ranks, "restart": draw_restart}
     for name in names:
         if name not in functions:
-            sys.exit(f"error: no picture is called {name}; there are {', '.join(functions)}, curves, run and terminal")
+            sys.exit(
+                f"error: no picture is called {name}; there are {', '.join(functions)}, curves, run, terminal and page"
+            )
         functions[name]()
 
 

@@ -133,16 +133,22 @@ def tensors(value: object, name: str = ""):
         yield name, value
 
 
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def strategy(request) -> str:
+    """The setting that chooses what each rank holds."""
+    return f"trainer_config.strategy={request.param}"
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Path:
+def undisturbed(strategy, tmp_path_factory) -> Path:
     """The killed run with two ranks, never interrupted."""
     run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    process = start(run_dir, *KILLED_RUN)
+    process = start(run_dir, *KILLED_RUN, strategy)
     assert process.wait(HANGS) == 0, output(run_dir)
     return run_dir
 
 
-def test_a_killed_rank_costs_nothing(undisturbed, tmp_path):
+def test_a_killed_rank_costs_nothing(undisturbed, strategy, tmp_path):
     """A restart that repeats or skips a batch, a dropout mask or a piece of optimizer state ends elsewhere.
 
     And with resume=false in every attempt, each restart would throw away what the one before it has done.
@@ -150,7 +156,7 @@ def test_a_killed_rank_costs_nothing(undisturbed, tmp_path):
     run_dir = tmp_path / "run"
     steps = f"{random.randrange(25, 50)},{random.randrange(65, 110)}"
     fault = ("kill", steps, f"{random.randrange(2)},{random.randrange(2)}")
-    process = start(run_dir, *KILLED_RUN, "trainer_config.resume=false", fault=fault)
+    process = start(run_dir, *KILLED_RUN, strategy, "trainer_config.resume=false", fault=fault)
     assert process.wait(HANGS) == 0, output(run_dir)
     assert output(run_dir).count("going on from") == 2
     assert "has lost another rank" in output(run_dir)  # the one that survived says so
@@ -158,18 +164,35 @@ def test_a_killed_rank_costs_nothing(undisturbed, tmp_path):
     assert_identical(run_dir, undisturbed)
 
 
-def test_a_stopped_run_goes_on_as_if_nothing_had_been(undisturbed, tmp_path):
+def test_a_stopped_run_goes_on_as_if_nothing_had_been(undisturbed, strategy, tmp_path):
     """A signal that only one rank gets, torn ranks apart; a stop that saves nothing loses up to save_every steps."""
     run_dir = tmp_path / "run"
     step = random.randrange(25, 110)
     once = [word for word in TORCHRUN if "restarts" not in word]  # it would restart them: to it, a signal is a failure
-    process = start(run_dir, *KILLED_RUN, launcher=once, fault=("term", step, 1))  # not the rank that writes
+    settings = [*KILLED_RUN, strategy]
+    process = start(run_dir, *settings, launcher=once, fault=("term", step, 1))  # not the rank that writes
     assert process.wait(HANGS) != 0
     assert "stopped by SIGTERM" in output(run_dir)
     assert load_snapshot(str(run_dir / "gpt_snapshot.pt"))["step"] == step + 1  # the step that it came in was the last
-    process = start(run_dir, *KILLED_RUN)
+    process = start(run_dir, *settings)
     assert process.wait(HANGS) == 0, output(run_dir)
     assert_identical(run_dir, undisturbed)
+
+
+def test_a_run_prolonged_before_it_comes_down_ends_like_one_that_was_always_longer(tmp_path):
+    """Catches a constant part that depends on the run's end, and whatever else a larger max_steps changes."""
+    run_dir, longer = tmp_path / "run", tmp_path / "longer"
+    settings, alone = [*KILLED_RUN, "optimizer_config.lr_decay=wsd"], [sys.executable]
+    # Of 100 steps, those before the 80th are at the peak rate. The signal comes after the evaluation at step 60.
+    stop = ("term", random.randrange(62, 79), 0)
+    process = start(run_dir, *settings, "trainer_config.max_steps=100", launcher=alone, fault=stop)
+    assert process.wait(HANGS) == 128 + signal.SIGTERM, output(run_dir)
+    for directory in (run_dir, longer):  # up to step 120
+        assert start(directory, *settings, launcher=alone).wait(HANGS) == 0, output(directory)
+    assert "max_steps was 100, is 120" in output(run_dir)
+    assert_identical(run_dir, longer)
+    rates = read_losses(longer, "train/learning_rate")
+    assert rates[96] == rates[60] > rates[98] > rates[119]  # it has really been that schedule
 
 
 @pytest.mark.timeout(600)  # twelve processes start here, one after the other where there are few cores
@@ -189,7 +212,7 @@ def test_three_ranks_killed_and_stopped_end_as_if_nothing_had_been(tmp_path):
     assert_identical(run_dir, undisturbed)
 
 
-def test_the_number_of_ranks_may_change(undisturbed, tmp_path):
+def test_the_number_of_ranks_may_change(tmp_path):
     """An order of the data that depends on the ranks trains on other batches after 2 -> 1 -> 2."""
     run_dir = tmp_path / "run"
     no_dropout = [f"gpt_config.{name}=0" for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop")]
@@ -208,7 +231,7 @@ def test_the_number_of_ranks_may_change(undisturbed, tmp_path):
 SHORT_SCHEDULE = ["optimizer_config.min_lr_ratio=1", "optimizer_config.warmup_steps=5"]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_saves_and_leaves(name, tmp_path):
     """Exit code 0 after a stop makes a scheduler think that the job is done; 10 s is what schedulers wait.
 
@@ -499,9 +522,9 @@ def sabotage(fault: str, step: int, rank: int, run_dir: Path, *overrides: str) -
     )
 
 
-def test_not_a_number_stops_all_ranks_before_the_weights_change(tmp_path):
+def test_not_a_number_stops_all_ranks_before_the_weights_change(strategy, tmp_path):
     """One rank's NaN in the weights of all, and then in the snapshots."""
-    run = sabotage("nan", 12, 1, tmp_path / "run")
+    run = sabotage("nan", 12, 1, tmp_path / "run", strategy)
     assert run.returncode != 0
     errors = [line for line in run.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
@@ -511,10 +534,10 @@ def test_not_a_number_stops_all_ranks_before_the_weights_change(tmp_path):
     assert all(math.isfinite(tensor.sum()) for tensor in snapshot["model"].values())
 
 
-def test_one_rank_that_raises_ends_the_job(tmp_path):
+def test_one_rank_that_raises_ends_the_job(strategy, tmp_path):
     """The other rank waits half an hour for it, and then reports a time-out instead of the cause."""
     # At most half of the time-out: what ends before HANGS has not waited for it.
-    run = sabotage("raise", 5, 1, tmp_path / "run", f"trainer_config.timeout_minutes={HANGS / 60 * 2}")
+    run = sabotage("raise", 5, 1, tmp_path / "run", f"trainer_config.timeout_minutes={HANGS / 60 * 2}", strategy)
     assert run.returncode != 0
     summary = run.stderr[run.stderr.rindex("Root Cause") :]
     assert "the very root of the evil" in summary

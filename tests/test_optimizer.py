@@ -15,6 +15,7 @@ from optimizer import (
     create_optimizer,
     learning_rate_factor,
     load_optimizer_state,
+    optimizer_state,
     orthogonalize,
     set_learning_rate,
 )
@@ -164,6 +165,39 @@ def test_linear_schedule_equals_a_table():
         assert learning_rate_factor(step, 4, 12, 0.1, "linear") == pytest.approx(wanted, abs=1e-12), step
 
 
+@pytest.mark.parametrize(
+    ("warmup_steps", "total_steps", "min_lr_ratio", "table"),
+    [
+        # 4 steps up, constant up to four fifths of 20, 4 steps down.
+        (
+            *(4, 20, 0.1),
+            {0: 0.25, 3: 1.0, 4: 1.0, 15: 1.0, 16: 1.0, 17: 0.775, 18: 0.55, 19: 0.325, 20: 0.1, 21: 0.1},
+        ),
+        # A number that has no whole fifth: the last 3 of 12 steps.
+        (0, 12, 0.0, {0: 1.0, 9: 1.0, 10: 2 / 3, 11: 1 / 3, 12: 0.0}),
+        # A warm-up that ends within the last fifth: from there down to the end.
+        (8, 10, 0.0, {7: 1.0, 8: 1.0, 9: 0.5, 10: 0.0}),
+        (9, 10, 0.0, {8: 1.0, 9: 1.0, 10: 0.0}),
+        (12, 10, 0.0, {8: 0.75, 9: 10 / 12}),
+        (0, 1, 0.0, {0: 1.0, 1: 0.0}),
+        (0, 0, 0.1, {0: 0.1}),
+    ],
+)
+def test_wsd_schedule_equals_a_table(warmup_steps, total_steps, min_lr_ratio, table):
+    """Catches a rate that falls too early or too late, over a fifth of something else, or below its floor."""
+    for step, wanted in table.items():
+        found = learning_rate_factor(step, warmup_steps, total_steps, min_lr_ratio, "wsd")
+        assert found == pytest.approx(wanted, abs=1e-12), step
+
+
+@pytest.mark.parametrize("min_lr_ratio", [0.0, 0.1, 0.3])
+def test_the_constant_part_does_not_know_where_the_run_ends(min_lr_ratio):
+    """Catches a factor that is 1 up to rounding only: a prolonged run would differ in the last bit."""
+    for step in range(100, 801):
+        assert learning_rate_factor(step, 100, 1001, min_lr_ratio, "wsd") == 1.0
+        assert learning_rate_factor(step, 100, 7919, min_lr_ratio, "wsd") == 1.0
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_learning_rates_are_peaks_times_the_factor(name):
     """Catches a factor that is applied to the last learning rate instead of the peak, and a group left out."""
@@ -252,8 +286,12 @@ def test_layer_decay_slows_what_lies_below(name):
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     take_steps(model, optimizer, [1])
     assert not any(torch.equal(p, before[key]) for key, p in model.named_parameters())
-    with pytest.raises(ValueError, match="layer_decay can't be switched"):
-        load_optimizer_state(create_optimizer(model, OptimizerConfig(name=name)), optimizer.state_dict())
+    # The state is the parameters', and not the groups': layer decay can be switched off in mid-run.
+    parameters = dict(model.named_parameters())
+    flat = create_optimizer(model, OptimizerConfig(name=name))
+    load_optimizer_state(flat, parameters, through_a_file(optimizer_state(optimizer, parameters)))
+    for p in parameters.values():
+        assert all(torch.equal(flat.state[p][key], value) for key, value in optimizer.state[p].items())
 
 
 # --- Steps -----------------------------------------------------------------------------------------------------------
@@ -414,8 +452,16 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
+def carry_over(old, new, old_model, new_model):
+    """Bring an optimizer's state to another one as a snapshot does: by the parameters' names, through a file."""
+    state = through_a_file(optimizer_state(old, dict(old_model.named_parameters())))
+    load_optimizer_state(new, dict(new_model.named_parameters()), state)
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("load", [load_optimizer_state, lambda optimizer, state: optimizer.load_state_dict(state)])
+@pytest.mark.parametrize(
+    "load", [carry_over, lambda old, new, *models: new.load_state_dict(through_a_file(old.state_dict()))]
+)
 def test_saved_state_continues_to_the_bit(name, load):
     """Catches moments, momentum or step counts that aren't saved, and state that lands at another parameter."""
     config = OptimizerConfig(name=name)
@@ -427,7 +473,7 @@ def test_saved_state_continues_to_the_bit(name, load):
     resumed = make_model(seed=1)
     resumed.load_state_dict(through_a_file(model.state_dict()))
     resumed_optimizer = create_optimizer(resumed, config)
-    load(resumed_optimizer, through_a_file(optimizer.state_dict()))
+    load(optimizer, resumed_optimizer, model, resumed)
     for factor in (0.7, 0.3):  # the schedule must reach both parts after loading, too
         set_learning_rate(optimizer, factor)
         set_learning_rate(resumed_optimizer, factor)
@@ -452,8 +498,8 @@ def test_learning_rate_zero_moves_nothing_after_loading(name):
 
 def moments(optimizer):
     """All tensors of an optimizer's state, in order."""
-    parts = getattr(optimizer, "parts", {"": optimizer}).values()
-    return [t for part in parts for state in part.state_dict()["state"].values() for t in state.values()]
+    in_order = [p for group in optimizer.param_groups for p in group["params"]]
+    return [optimizer.state[p][key] for p in in_order for key in sorted(optimizer.state[p])]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -471,7 +517,7 @@ def test_configuration_wins_over_the_saved_state(name):
         name=name, learning_rate=0.003, muon_learning_rate=0.03, weight_decay=0.2, betas=(0.7, 0.8)
     )
     optimizer = create_optimizer(model, config)
-    load_optimizer_state(optimizer, through_a_file(saved.state_dict()))
+    carry_over(saved, optimizer, model, model)
     assert all(torch.equal(a, b) for a, b in zip(moments(optimizer), moments(saved), strict=True))
 
     peaks = [0.03 if name == "muon" else 0.003, 0.003]
@@ -497,29 +543,28 @@ def test_configuration_wins_over_the_saved_state(name):
     assert_same(model, twin)
 
 
-def test_what_a_snapshot_says_of_muon_is_what_was_done(monkeypatch):
-    """Catches a file that names five Newton-Schulz steps while four are done, and settings of older programs in it."""
+def test_settings_of_older_programs_do_not_come_back(monkeypatch):
+    """Catches five Newton-Schulz steps, which an older program has saved, where the present one does four."""
     model = make_model()
     optimizer = create_optimizer(model, OptimizerConfig(name="muon"))
     done = []
     original = optimizer_module.orthogonalize
     monkeypatch.setattr(optimizer_module, "orthogonalize", lambda m, t, n: done.append(n) or original(m, t, n))
     take_steps(model, optimizer, [1])
-    saved = through_a_file(optimizer.state_dict())
-    (group,) = saved["muon"]["param_groups"]
-    assert set(done) == {group["ns_steps"]}
-    group.update(ns_steps=5, nesterov=True, adjust_lr_fn=None)  # as the first version of this program saved them
-    load_optimizer_state(optimizer, saved)
-    (group,) = through_a_file(optimizer.state_dict())["muon"]["param_groups"]
-    assert set(done) == {group["ns_steps"]}
-    assert not {"nesterov", "adjust_lr_fn"} & set(group)
+    older = create_optimizer(model, OptimizerConfig(name="muon"))
+    older.param_groups[0].update(ns_steps=5, nesterov=True)  # as the first version of this program had them
+    carry_over(optimizer, older, model, model)
+    carry_over(older, optimizer, model, model)
+    take_steps(model, optimizer, [2])
+    assert set(done) == {4}
+    assert "nesterov" not in optimizer.param_groups[0]
 
 
 def test_muon_goes_on_from_a_state_that_is_empty():
     """Catches a crash where every step so far was left out, as float16's first ones can be: there's no momentum yet."""
     model, twin = make_model(), make_model()
     optimizer, fresh = (create_optimizer(m, OptimizerConfig(name="muon")) for m in (model, twin))
-    load_optimizer_state(optimizer, through_a_file(fresh.state_dict()))
+    carry_over(fresh, optimizer, twin, model)
     take_steps(model, optimizer, [1])
     take_steps(twin, fresh, [1])
     assert_same(model, twin)
@@ -571,14 +616,11 @@ def test_shared_out_products_are_those_of_one_rank(tmp_path):
         for name, weight in model.state_dict().items():
             assert torch.equal(there["model"][name], weight), name
         here = optimizer.state_dict()
-        assert {part: here[part]["param_groups"] for part in here} == {
-            part: there["optimizer"][part]["param_groups"] for part in here
-        }
-        for part in here:
-            for key, state in here[part]["state"].items():
-                assert state.keys() == there["optimizer"][part]["state"][key].keys()
-                for name, value in state.items():
-                    assert torch.equal(value, there["optimizer"][part]["state"][key][name])
+        assert here["param_groups"] == there["optimizer"]["param_groups"]
+        for key, state in here["state"].items():
+            assert state.keys() == there["optimizer"]["state"][key].keys()
+            for name, value in state.items():
+                assert torch.equal(value, there["optimizer"]["state"][key][name])
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 24, 8), (2, 8, 24)])

@@ -1,6 +1,7 @@
 """The files of one run: started over, moved aside, shared by mistake, or of odd content."""
 
 import itertools
+import math
 import os
 import random
 import shutil
@@ -449,15 +450,16 @@ def test_a_tensor_larger_than_its_data_is_not_unfolded(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda parts: parts.update(x=5),
-        lambda parts: parts["adamw"].update(param_groups=[]),
-        lambda parts: parts["adamw"]["param_groups"][0].update(params="abcdef"),
-        lambda parts: parts["adamw"]["param_groups"][0]["params"].reverse(),
-        lambda parts: parts["adamw"]["state"][0].update(exp_avg_sq=-parts["adamw"]["state"][0]["exp_avg_sq"] - 1),
-        lambda parts: parts["muon"]["state"][0].update(momentum_buffer=torch.zeros(1, 1).expand(48, 16)),
-        lambda parts: parts["muon"]["state"][0].update(momentum_buffer=torch.zeros(48, 16, dtype=torch.bool)),
+        lambda state: state.update(x=5),
+        lambda state: state.pop("wpe.weight"),
+        lambda state: state.update({"ln_f.bias": 5}),
+        lambda state: state["wpe.weight"].pop("step"),
+        lambda state: state["wpe.weight"].update(exp_avg_sq=-state["wpe.weight"]["exp_avg_sq"] - 1),
+        lambda state: state["h.0.attn.c_attn.weight"].update(momentum_buffer=torch.zeros(1, 1).expand(48, 16)),
+        lambda state: state["h.0.attn.c_attn.weight"].update(momentum_buffer=torch.zeros(48, 16, dtype=torch.bool)),
+        lambda state: state["h.0.attn.c_attn.weight"].update(momentum_buffer=torch.full((48, 16), math.inf)),
     ],
-    ids=["part", "groups", "text", "order", "negative", "expanded", "type"],
+    ids=["extra", "missing", "number", "no step", "negative", "expanded", "type", "infinite"],
 )
 def test_odd_optimizer_state_is_damage(old_run, tmp_path, change):
     """Catches states that load, and end in a traceback or in nonsense at the first step."""
@@ -469,6 +471,31 @@ def test_odd_optimizer_state_is_damage(old_run, tmp_path, change):
         trainer = make_trainer(tmp_path, ranks=ranks)
         trainer.resume()
     assert trainer.step == 15
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parts: parts["adamw"].update(param_groups=[]),
+        lambda parts: parts["adamw"]["param_groups"][0].update(params="abcdef"),
+        lambda parts: parts["adamw"]["param_groups"][0]["params"].reverse(),
+        lambda parts: parts["muon"]["state"].pop(0),
+        lambda parts: parts.pop("muon"),
+    ],
+    ids=["groups", "text", "order", "missing", "part"],
+)
+def test_odd_state_of_the_first_format_is_damage(tmp_path, change):
+    """Catches state by number that is given to other parameters, or ends in a traceback."""
+    old = Path(__file__).parent / "version_0_1_0" / "step_10.pt"
+    shutil.copy(old, tmp_path / "gpt_snapshot.prev.pt")
+    snapshot = torch.load(old, weights_only=True)
+    change(snapshot["optimizer"])
+    torch.save(snapshot, tmp_path / "gpt_snapshot.pt")
+    with world_of_one() as ranks:
+        trainer = make_trainer(tmp_path, "gpt_config.resid_pdrop=0.1", ranks=ranks)
+        trainer.resume()
+    assert trainer.step == 10
+    assert (tmp_path / "gpt_snapshot.pt.damaged").exists()
 
 
 def test_parts_that_hold_each_other_end(tmp_path, old_run):
@@ -583,3 +610,19 @@ with world_of_one() as ranks:
     size = (tmp_path / "gpt_snapshot.pt").stat().st_size
     assert size > 100e6
     assert int(process.stdout) < 2.1 * size
+
+
+def test_a_refused_start_leaves_the_log_alone(tmp_path):
+    """Catches lines of a start that was refused in an old run's log, and a thousand errors where there is no log."""
+    for name in ("gpt_snapshot.pt", "gpt_snapshot.prev.pt"):
+        (tmp_path / name).write_bytes(b"damaged")  # the warnings about it are lines for the log
+    (tmp_path / "main.log").write_text("old\n")
+    in_place = train(tmp_path)
+    elsewhere = train(tmp_path / "new", f"trainer_config.snapshot_path={tmp_path / 'gpt_snapshot.pt'}")
+    assert (tmp_path / "main.log").read_text() == "old\n"
+    assert not (tmp_path / "new").exists()
+    for run in (in_place, elsewhere):
+        assert run.returncode == 1
+        assert run.stderr.splitlines()[-1].startswith("error: ")
+        assert "no usable snapshot is left" in run.stderr
+        assert "Traceback" not in run.stderr

@@ -31,10 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 import optimizer as optimizer_module
 import report
 import run_files
-import trainer as trainer_module
+import sharding
 from char_dataset import CharDataset, CharVocabulary, WindowSampler
 from config import Config, TrainerConfig, choose_dtype
-from distributed import Ranks, all_reduce_max, process_group
+from distributed import STOP_SIGNALS, Ranks, all_reduce_max, process_group
 from main import build_trainer
 from model import GPT
 from optimizer import learning_rate_factor
@@ -75,7 +75,7 @@ def world_of_one() -> Iterator[Ranks]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in alone.items():
             patch.setenv(name, value)
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         try:
             with process_group(1.0) as ranks:
                 yield ranks
@@ -219,7 +219,7 @@ def run_as_rank(folder: Path) -> None:
             before_ddp.append(copy.deepcopy(module.state_dict()))  # DDP itself makes all ranks equal to rank 0
             super().__init__(module, *args, **kwargs)
 
-    vars(trainer_module)["DistributedDataParallel"] = WatchedDDP
+    vars(sharding)["DistributedDataParallel"] = WatchedDDP
     with process_group(1.0) as ranks:
         for micro in MICRO_BATCHES[ranks.world_size]:
             trainer = make_trainer(
@@ -629,7 +629,7 @@ def test_the_long_sample_is_made_once_at_the_end(alone, tmp_path, monkeypatch, c
     assert (stopped.step, lengths) == (2, [])
 
 
-@pytest.mark.parametrize("decay", ["cosine", "linear"])
+@pytest.mark.parametrize("decay", ["cosine", "linear", "wsd"])
 def test_learning_rates_follow_the_schedule(alone, tmp_path, decay):
     """Catches a schedule that moves with every micro-batch or epoch, is one step late, or is the other one."""
     settings = ["optimizer_config.name=muon", "optimizer_config.learning_rate=2e-3", "optimizer_config.warmup_steps=5"]
