@@ -34,18 +34,25 @@ SMALL: dict[str, Any] = {"n_layer": 4, "n_head": 4, "n_embd": 128}
 LARGE: dict[str, Any] = {"n_layer": 6, "n_head": 6, "n_embd": 384}
 
 
+@torch.no_grad()
+def make_model(sizes: dict[str, Any], block_size: int) -> GPT:
+    """A model with larger weights than at the start of training: clear winners among the tokens."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=V, block_size=block_size, **sizes)).eval()
+    for p in model.parameters():
+        p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
 def make_models(sizes: dict[str, Any], block_size: int) -> tuple[GPT, Any]:
     """Our model and Hugging Face's, with the same weights."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    torch.manual_seed(0)
-    ours = GPT(GPTConfig(vocab_size=V, block_size=block_size, **sizes)).eval()
+    ours = make_model(sizes, block_size)
     config = GPT2Config(vocab_size=V, n_positions=block_size, bos_token_id=0, eos_token_id=None, **sizes)
     theirs = GPT2LMHeadModel(config).eval()
     with torch.no_grad():
-        for p in ours.parameters():  # larger weights than at the start of training: clear winners among the tokens
-            p.add_(0.1 * torch.randn_like(p))
         their_parameters = dict(theirs.named_parameters())
         for name, p in ours.named_parameters():
             # Their Conv1D holds the transpose of a Linear's matrix.

@@ -17,14 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 from _common import PROJECT, Figures, environment, measure_in_turns, print_table
 
 
-def seconds_to_first_step(launcher: list[str], threads: int) -> Figures:
+def seconds_to_first_step(launcher: list[str], threads: int, settings: Sequence[str] = ()) -> Figures:
     """Start a run of one step in a directory of its own, and look at the clock when it reports that step."""
     with tempfile.TemporaryDirectory() as run_dir:
         overrides = ["trainer_config.max_steps=1", "trainer_config.sample_tokens=0", f"hydra.run.dir={run_dir}"]
+        overrides = [*settings, *overrides]  # of a key that stands there twice, the last value counts
         seconds = None
         begin = time.perf_counter()
         process = subprocess.Popen(
