@@ -1,0 +1,111 @@
+"""Armour: what `look.py` puts into a page besides the weights. A first reader can skip this file.
+
+It finds the text that a page shows if none is given, computes what a page shows of a model that is too large for a
+browser, and reads a run's curves.
+
+Legend: T characters of the text, V in the vocabulary, C width, nh heads, hs C / nh, S keys that a query sees.
+"""
+
+import base64
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from char_dataset import CharVocabulary, DataConfig, split_codes
+from corpus import BUNDLED_TEXT, read_text
+from model import GPT
+from run_files import fingerprint
+from snapshot import Snapshot
+
+PROJECT = Path(__file__).resolve().parent
+LONGEST_PASSAGE = 256  # characters
+
+
+def to_base64(values: Tensor, dtype: torch.dtype) -> str:
+    """Numbers row by row, little-endian."""
+    array = values.to(dtype).contiguous().numpy()
+    return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode("ascii")
+
+
+def passage(snapshot: Snapshot, vocabulary: CharVocabulary) -> str:
+    """The beginning of the run's evaluation text, from its first whole line on.
+
+    Raises:
+        ValueError: the text is not there any more, or is another one.
+    """
+    reason = "the snapshot doesn't say where it is"
+    try:
+        config = DataConfig(**snapshot["config"]["data_config"])
+        # As main.py looks for it: the default is in the project, or the bundled text stands in for it.
+        is_default = config.path == DataConfig.path
+        for path in [str(PROJECT / config.path), str(BUNDLED_TEXT)] if is_default else [config.path]:
+            try:
+                train_codes, eval_codes = split_codes(vocabulary.encode_array(read_text(path)), config)
+            except ValueError as error:  # it can't be read, or has other characters
+                reason = str(error)
+                continue
+            reason = f"{path} has changed since"
+            if fingerprint(train_codes, eval_codes) == snapshot["corpus"]:
+                T = min(LONGEST_PASSAGE, config.block_size)
+                text = vocabulary.decode(torch.from_numpy(eval_codes[: 2 * T].astype(int)))
+                rest = text[text.find("\n", 0, T) + 1 :].lstrip("\n")
+                return rest[:T] or text[:T]
+    except (KeyError, TypeError):  # a snapshot of another make
+        pass
+    raise ValueError(f"no passage of the run's evaluation text ({reason}); give a text: python look.py TEXT")
+
+
+@torch.no_grad()
+def compute(model: GPT, idx: Tensor) -> dict[str, Any]:
+    """What the page shows of a model that is too large for it: (T,) -> likeliest characters and attention.
+
+    Returns:
+        guesses: for each character, for the stream before the first block and after each one, the five likeliest next
+        characters with their probabilities, and the next character's own; attention: (T, layer, nh, S) in float16.
+    """
+    T, c = len(idx), model.config
+    x = model.wte(idx[None]) + model.wpe.weight[:T]  # (1, T, C)
+    streams, maps = [x], []
+    block: Any  # a Block; to torch's annotations, any module
+    for block in model.h:
+        q, k, _ = block.attn.c_attn(block.ln_1(x)).view(T, 3, c.n_head, -1).permute(1, 2, 0, 3)  # (nh, T, hs) each
+        scores = q @ k.transpose(1, 2) / math.sqrt(q.size(-1))  # (nh, T, T)
+        maps.append(scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(dim=-1))
+        x = block(x)
+        streams.append(x)
+    p = model.lm_head(model.ln_f(torch.cat(streams))).softmax(dim=-1).transpose(0, 1)  # (T, n_layer + 1, V)
+    top = p.topk(min(5, c.vocab_size))
+    following = p[torch.arange(T - 1), :, idx[1:]]  # (T - 1, n_layer + 1)
+    rows = torch.stack(maps, dim=1)  # (nh, layer, T, T)
+    flat = torch.cat([rows[:, :, t, : t + 1].transpose(0, 1).flatten() for t in range(T)])
+    return {
+        "tokens": top.indices.tolist(),
+        "probabilities": top.values.tolist(),
+        "following": following.tolist(),
+        "attention": to_base64(flat, torch.float16),
+    }
+
+
+def learned(url: str) -> dict[str, Any] | None:
+    """The losses and samples in the TensorBoard events beside a snapshot; None where there are none."""
+    folder = Path(url).parent
+    if not any(folder.glob("events.out.tfevents.*")):
+        return None
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second to import
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 500, "tensors": 0})
+    events.Reload()
+    tags = events.Tags()
+    losses = {
+        name: [[event.step, event.value] for event in events.Scalars(tag)] if tag in tags["scalars"] else []
+        for name, tag in (("training", "train/loss"), ("evaluation", "eval/loss"))
+    }
+    samples = [
+        [event.step, re.sub(r"^    ", "", event.tensor_proto.string_val[0].decode(), flags=re.MULTILINE)]
+        for event in (events.Tensors("samples/text_summary") if "samples/text_summary" in tags["tensors"] else [])
+    ]
+    return {**losses, "samples": samples}

@@ -1,0 +1,737 @@
+"""The page of look.py, in a real browser: its figures against torch's, its safety, and what it does when it is used."""
+
+import base64
+import dataclasses
+import json
+import re
+import shutil
+import socketserver
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import PROJECT, SAMPLE_TEXT, run_program, train
+
+import look
+import sampling
+from char_dataset import CharVocabulary, DataConfig, split_codes
+from model import GPT, GPTConfig
+from page_data import compute
+from run_files import fingerprint
+from snapshot import save_snapshot
+
+CHROMIUM = shutil.which("chromium")
+try:
+    from playwright.sync_api import Browser, Page, sync_playwright
+except ImportError:
+    sync_playwright = None  # type: ignore[assignment]
+if sync_playwright is None or CHROMIUM is None:
+    pytest.skip(
+        "no browser: pip install -r requirements-dev.txt, and on Debian apt-get install chromium",
+        allow_module_level=True,
+    )
+
+# A process of its own for nothing but the page: none of Chromium's own connections, and no sandbox, for root.
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+ARGUMENTS += ["--disable-sync", "--disable-quic", "--no-first-run"]
+SETTLED = "body[data-ready]"
+VOCABULARY = CharVocabulary.of(SAMPLE_TEXT.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield chromium
+        chromium.close()
+
+
+class Visit:
+    """A page that was opened, and what it complained about or asked for."""
+
+    def __init__(self, browser: Browser, file: Path, wait: str = SETTLED, **options: Any):
+        self.page: Page = browser.new_context(**options).new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(file.as_uri())
+        self.page.wait_for_selector(wait, state="attached")
+
+    def __call__(self, expression: str, argument: Any = None) -> Any:
+        """The value of a JavaScript expression, or of a function of the argument."""
+        return self.page.evaluate(expression, argument)
+
+    def text(self, selector: str) -> str:
+        """What a reader sees there."""
+        return self.page.inner_text(selector)
+
+
+def make_model(seed: int = 1, vocabulary: CharVocabulary = VOCABULARY, **sizes: Any) -> GPT:
+    """A small model whose weights are large enough that it has opinions."""
+    torch.manual_seed(seed)
+    defaults = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 16}
+    model = GPT(GPTConfig(vocab_size=len(vocabulary), **{**defaults, **sizes})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.25)
+            parameter.copy_(parameter.half())  # the page carries them as they are
+    return model
+
+
+def save(model: GPT, path: Path, vocabulary: CharVocabulary = VOCABULARY, **more: Any) -> Path:
+    """A snapshot of a model."""
+    config = dataclasses.asdict(model.config)
+    save_snapshot(
+        {"model_config": config, "vocabulary": vocabulary.characters, "model": model.state_dict(), **more}, str(path)
+    )
+    return path
+
+
+def make_page(snapshot: Path, *arguments: str) -> Path:
+    """Write a page beside a snapshot, in this process."""
+    out = snapshot.with_suffix(".html")
+    command = [*arguments, "--snapshot", str(snapshot), "--out", str(out)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["look.py", *command])
+        look.main()
+    return out
+
+
+def error_of(*arguments: str) -> str:
+    """The one line with which look.py refuses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["look.py", *arguments])
+        with pytest.raises(SystemExit) as leaving:
+            look.main()
+    assert str(leaving.value.code).startswith("error: ")
+    assert "\n" not in str(leaving.value.code)
+    return str(leaving.value.code)
+
+
+TEXT = "MIRA: The well is deep, and the water cold.\n"
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def page_file(model: GPT, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = "".join(c for c in TEXT if c in VOCABULARY.characters)
+    return make_page(save(model, tmp_path_factory.mktemp("look") / "tiny.pt"), text[:40])
+
+
+@pytest.fixture
+def visit(browser: Browser, page_file: Path) -> Iterator[Visit]:
+    visit = Visit(browser, page_file)
+    yield visit
+    visit.page.context.close()
+    assert visit.complaints == []
+    assert visit.requests == [page_file.as_uri()]
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    """Random characters."""
+    return torch.randint(len(VOCABULARY), (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# --------------------------------------------------------------------------------------- the page's figures and torch's
+
+
+SIZES = [{}, {"bias": False, "n_head": 3, "n_embd": 15, "block_size": 9}, {"n_layer": 1}]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_page_computes_what_torch_computes(browser: Browser, tmp_path: Path, sizes: dict[str, Any]) -> None:
+    """Catches a wrong GELU, norm, mask or position; odd sizes that are cut off; a lost bias; a window that slips."""
+    model = make_model(**sizes)
+    visit = Visit(browser, make_page(save(model, tmp_path / "model.pt"), "A"))
+    B = model.config.block_size
+    for length in (1, 2, B - 1, B, B + 1, 3 * B + 5):
+        codes = tokens(length, seed=length)
+        starts, logits = visit(
+            """async (codes) => {
+                const reading = new Reading(model);
+                await reading.read(codes, () => true);
+                const all = codes.map((_, i) => i + 1);
+                return [all.map((i) => reading.window(i - 1).start), all.map((i) => [...reading.logits(i).at(-1)])];
+            }""",
+            codes,
+        )
+        for end, (start, found) in enumerate(zip(starts, logits, strict=True), start=1):
+            assert min(end, B // 2) <= end - start <= B  # at least half a context, as when writing
+            expected = model(torch.tensor([codes[start:end]]))[0][0, -1]
+            torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
+        one_by_one = visit(
+            """async ([codes, end]) => {
+                const [whole, steps] = [new Reading(model), new Reading(model)];
+                await whole.read(codes, () => true);
+                await steps.read(codes.slice(0, 1), () => true);
+                for (const code of codes.slice(1)) steps.push(code);
+                return [whole, steps].map((reading) => [...reading.logits(end).at(-1)]);
+            }""",
+            [codes[:B], min(length, B)],
+        )
+        assert one_by_one[0] == one_by_one[1]  # to the bit, as the tutorial says
+        assert length - starts[-1] == (length if length <= B else max(1, B // 2))  # what GPT.stream goes on from
+    visit.page.context.close()
+
+
+def test_layers_and_attention_are_torchs(visit: Visit, model: GPT) -> None:
+    """Catches heads mixed up, weights shown one row too late, and a lens with another layer's norm."""
+    codes = tokens(16, seed=7)
+    computed: Any = compute(model, torch.tensor(codes))
+    guesses, maps = visit(
+        """async (codes) => {
+            await read(codes);
+            const window = reading.window(0), rows = codes.map((_, row) => row);
+            return [rows.slice(1).map((i) => reading.guesses(i)),
+                    rows.flatMap((row) => [0, 1].flatMap((layer) => [...reading.attention(window, layer, row)]))];
+        }""",
+        codes,
+    )
+    for i, layers in enumerate(guesses):
+        for name, expected in (("probabilities", computed["probabilities"][i]), ("came", computed["following"][i])):
+            found = torch.tensor([guess[name] for guess in layers])
+            torch.testing.assert_close(found, torch.tensor(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(maps), unpacked(computed["attention"]), atol=1e-3, rtol=0)
+
+
+def unpacked(attention: str) -> torch.Tensor:
+    """The weights of all rows, one after the other."""
+    return torch.from_numpy(np.frombuffer(base64.b64decode(attention), dtype="<f2").astype("f4"))
+
+
+def test_what_torch_computes_for_large_models_is_the_model(model: GPT) -> None:
+    """Catches an attention that isn't the forward pass's: its means of the values must give the same stream."""
+    codes = torch.tensor(tokens(12, seed=3))
+    computed: Any = compute(model, codes)
+    expected = model(codes[None])[0][0].softmax(dim=-1)
+    assert [row[-1] for row in computed["tokens"]] == expected.topk(5).indices.tolist()
+    x = model.wte(codes[None]) + model.wpe.weight[:12]
+    block: Any = model.h[0]
+    v = block.attn.c_attn(block.ln_1(x)).split(16, dim=2)[2].view(12, 2, 8)  # (T, nh, hs)
+    weights = torch.zeros(2, 12, 12)
+    packed = unpacked(computed["attention"])
+    for row in range(12):
+        at = 2 * 2 * (row * (row + 1) // 2)
+        weights[:, row, : row + 1] = packed[at : at + 2 * (row + 1)].view(2, row + 1)
+    y = torch.einsum("hts,shd->thd", weights, v).reshape(12, 16)
+    torch.testing.assert_close(block.attn.c_proj(y), block.attn(block.ln_1(x))[0], atol=5e-3, rtol=0)
+
+
+def test_greedy_text_is_that_of_generate(visit: Visit, model: GPT) -> None:
+    """Catches a cache that drifts, positions that slide, and a full context that is cut elsewhere: 50 prompts."""
+    for length in (1, 3, 15, 16, 17, 24, 40, 64, 8, 31):
+        prompts = torch.tensor([tokens(length, seed=100 * length + k) for k in range(5)])
+        top_k, top_p = 1 + length % 7, 0.05 + 0.01 * length
+        expected = model.generate(prompts, 200)  # (5, length + 200)
+        for prompt, whole in zip(prompts.tolist(), expected.tolist(), strict=True):
+            text = visit(
+                """async ([codes, settings]) => {
+                    for (const [id, value] of Object.entries(settings)) $(id).value = value;
+                    await read(codes);
+                    for (let i = 0; i < 200; i++) step();
+                    return reading.codes;
+                }""",
+                [prompt, {"temperature": 0, "top_k": top_k, "top_p": top_p, "seed": length}],
+            )
+            assert text == whole
+
+
+SETTINGS = [(1.0, None, None), (0.5, None, None), (1.7, 7, None), (1.0, None, 0.6), (0.8, 5, 0.9), (1.0, 1, None)]
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
+def test_draws_follow_sampling_py(
+    visit: Visit, monkeypatch: pytest.MonkeyPatch, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    """Catches rules in another order, a tie that top-k drops, top-p one character too long, and a biased draw."""
+    logits = torch.randn(len(VOCABULARY), generator=torch.Generator().manual_seed(5)) * 2
+    logits[3] = logits[8]  # a tie
+    caught, multinomial = [], torch.multinomial
+
+    def catch(p: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        caught.append(p)
+        return multinomial(p, *rest, **more)
+
+    monkeypatch.setattr(torch, "multinomial", catch)
+    random = torch.Generator().manual_seed(1)
+    draws = sampling.choose_token(logits.expand(10_000, -1), temperature, True, top_k, top_p, random)
+    expected = caught[0][0] / caught[0][0].sum()
+    probabilities, counts = visit(
+        """([logits, temperature, top_k, top_p]) => {
+            const p = probabilities_of(Float32Array.from(logits), temperature, top_k, top_p), counts = p.map(() => 0);
+            let [drawn, state] = [0, 1];
+            for (let i = 0; i < 10000; i++) {
+                [drawn, state] = mulberry32(state);
+                counts[choose_token(p, drawn)]++;
+            }
+            return [[...p], [...counts]];
+        }""",
+        [logits.tolist(), temperature, top_k, top_p],
+    )
+    torch.testing.assert_close(torch.tensor(probabilities, dtype=torch.float32), expected, atol=1e-5, rtol=0)
+    assert [p > 0 for p in probabilities] == (expected > 0).tolist()
+    page, ours = torch.tensor(counts), torch.bincount(draws.flatten(), minlength=len(VOCABULARY))
+    assert not page[expected == 0].any()
+    for found in (page.double(), ours.double()):
+        assert chi_square_probability(found, 10_000 * expected.double()) > 1e-3
+
+
+def chi_square_probability(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """How likely counts are at least this far from those expected; bins of fewer than 5 are one bin."""
+    small = expected < 5
+    found = torch.cat([found[~small], found[small].sum()[None]])
+    expected = torch.cat([expected[~small], expected[small].sum()[None]])
+    found, expected = found[expected > 0], expected[expected > 0]
+    if len(found) == 1:
+        return 1.0
+    distance = ((found - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(found) - 1) / 2).double(), distance / 2))
+
+
+def test_float16_is_decoded_to_the_bit(visit: Visit) -> None:
+    """Catches subnormal numbers, signs and exponents decoded wrongly: all that are finite."""
+    every = torch.arange(65536).to(torch.int32).to(torch.int16).view(torch.half).float()
+    found = torch.tensor(visit("() => [...float_of_half]"))
+    assert torch.equal(found[every.isfinite()], every[every.isfinite()])
+
+
+# -------------------------------------------------------------------------------------------------- safety and honesty
+
+HOSTILE = '</script><img src=x onerror="window.hacked=1"><!--<script>\'&amp;\\u003c{{data}}'
+HOSTILE += "\u2028\u2029\x00\x7f\u202eé\u0301𝔘\U0001f600\t"
+
+
+def test_no_text_becomes_markup(browser: Browser, tmp_path: Path) -> None:
+    """Catches a text or a vocabulary that closes its element, starts a script, or fills a placeholder of the frame."""
+    vocabulary = CharVocabulary.of(HOSTILE)
+    snapshot = save(make_model(vocabulary=vocabulary), tmp_path / "hostile.pt", vocabulary)
+    visit = Visit(browser, make_page(snapshot, HOSTILE))
+    assert visit("() => [data.text, data.vocabulary]") == [HOSTILE, vocabulary.characters]
+    assert visit("() => [window.hacked, document.images.length, document.scripts.length]") == [None, 0, 5]
+    assert visit("() => texts.surprise.spans.length") == len(HOSTILE)
+    visit.page.click("summary >> nth=0")
+    visit.page.fill("#prompt", "<b>&</b>")
+    visit.page.click("#read")
+    assert "“/”" not in visit.text("#error")  # known
+    assert "“b”" in visit.text("#error")  # unknown, and told
+    assert visit("() => document.querySelector('#surprise-table b, #error b')") is None
+    assert visit.complaints == []
+    assert len(visit.requests) == 1
+    visit.page.context.close()
+
+
+def test_the_policy_forbids_everything_else(browser: Browser, page_file: Path) -> None:
+    """Catches a policy that the browser doesn't see, or that lets a script, a style or a request through."""
+    assert page_file.read_text(encoding="utf-8").index("Content-Security-Policy") < 200  # before all that it forbids
+    asked = []
+    handler: Any = lambda *request: asked.append(request)  # noqa: E731
+    with socketserver.TCPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        visit = Visit(browser, page_file)
+        done = visit(FORBIDDEN, f"http://127.0.0.1:{server.server_address[1]}/")
+        server.shutdown()
+    assert done == [None, 0, ["eval", "fetch", "image"]]
+    assert asked == []
+    visit.page.context.close()
+
+
+FORBIDDEN = """async (url) => {
+    const script = document.createElement("script"), refused = [];
+    script.textContent = "window.ran = 1";
+    document.head.append(script);
+    document.body.insertAdjacentHTML("beforeend", '<i style="color: red" onclick="window.ran = 1">x</i>');
+    document.body.lastChild.click();
+    const style = document.body.lastChild.style.length;
+    const compile = () => { try { new Function("window.ran = 1")(); } catch { refused.push("eval"); } };
+    await new Promise((resolve) => setTimeout(() => resolve(compile()))); // Playwright's own calls may compile
+    try { await fetch(url); } catch { refused.push("fetch"); }
+    const image = document.createElement("img");
+    await new Promise((resolve) => {
+        image.onerror = () => resolve(refused.push("image"));
+        image.onload = resolve;
+        image.src = url + "a.png";
+    });
+    return [window.ran, style, refused];
+}"""
+
+
+def test_a_page_that_was_altered_says_so(browser: Browser, page_file: Path, tmp_path: Path) -> None:
+    """Catches a check that always passes: one flipped weight, and weights that are no numbers."""
+    page = page_file.read_text(encoding="utf-8")
+    (packed,) = re.findall(r'"ln_f.weight": "([^"]+)"', page)
+    for values in (b"\x00\x48", b"\x00\x7e"):  # 8.0, and not a number
+        other = base64.b64encode(values + base64.b64decode(packed)[2:]).decode()
+        altered = tmp_path / "altered.html"
+        altered.write_text(page.replace(packed, other), encoding="utf-8")
+        visit = Visit(browser, altered)
+        assert visit.text("#check").startswith("✗ Don't trust this page")
+        visit.page.context.close()
+    visit = Visit(browser, page_file)
+    assert visit.text("#check").startswith("✓ Checked")
+    visit.page.context.close()
+
+
+def evaluated(model: GPT, path: Path, text_file: Path) -> Path:
+    """A snapshot that knows its text."""
+    config = DataConfig(path=str(text_file), block_size=model.config.block_size)
+    parts = split_codes(VOCABULARY.encode_array(text_file.read_text(encoding="utf-8")), config)
+    return save(model, path, config={"data_config": dataclasses.asdict(config)}, corpus=fingerprint(*parts))
+
+
+def test_without_a_text_it_shows_unseen_text_and_no_more(model: GPT, tmp_path: Path) -> None:
+    """Catches a passage of the training text, and a page that carries more of the text than it shows."""
+    text_file = Path(shutil.copy(SAMPLE_TEXT, tmp_path / "text.txt"))
+    text = text_file.read_text(encoding="utf-8")
+    page = make_page(evaluated(model, tmp_path / "run.pt", text_file)).read_text(encoding="utf-8")
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
+    values = json.loads(data)
+    assert len(values["text"]) == 16
+    assert values["text"] in text[int(len(text) * 0.9) :]
+    outside = page.replace(data, "")
+    strings = [value for key, value in values.items() if isinstance(value, str) and key not in ("text", "vocabulary")]
+    assert not any(line in part for line in text.splitlines() if len(line) > 20 for part in [outside, *strings])
+
+
+def test_a_text_that_is_gone_or_changed_is_told(model: GPT, tmp_path: Path) -> None:
+    """Catches a passage of another text that is shown as the run's own, and a traceback where there is none."""
+    text_file = Path(shutil.copy(SAMPLE_TEXT, tmp_path / "text.txt"))
+    snapshot = evaluated(model, tmp_path / "run.pt", text_file)
+    text_file.write_text(text_file.read_text(encoding="utf-8") + "a", encoding="utf-8")
+    assert "has changed since); give a text" in error_of("--snapshot", str(snapshot))
+    text_file.unlink()
+    assert "can't be read" in error_of("--snapshot", str(snapshot))
+    assert "doesn't say" in error_of("--snapshot", str(save(model, tmp_path / "bare.pt")))
+
+
+def test_what_the_user_can_mend_is_one_line(tmp_path: Path) -> None:
+    """Catches tracebacks, and weights that float16 would make infinite."""
+    model = make_model()
+    snapshot = str(save(model, tmp_path / "tiny.pt"))
+    assert "unknown characters" in error_of("ROMEO ☃", "--snapshot", snapshot)
+    assert "there is no snapshot" in error_of("A", "--snapshot", str(tmp_path / "none.pt"))
+    assert "error: " in error_of("A", "--snapshot", snapshot, "--out", str(tmp_path / "no" / "folder.html"))
+    with torch.no_grad():
+        model.ln_f.weight[0] = 1e6
+    large = str(save(model, tmp_path / "large.pt"))
+    assert "--float32" in error_of("A", "--snapshot", large, "--out", str(tmp_path / "page.html"))
+    assert make_page(Path(large), "A", "--float32").exists()
+
+
+def test_exact_weights_are_exact(browser: Browser, tmp_path: Path) -> None:
+    """Catches --float32 that rounds, and bytes in another order."""
+    model = make_model()
+    with torch.no_grad():
+        model.wpe.weight.mul_(1 / 3)  # no longer numbers of 16 bits
+    visit = Visit(browser, make_page(save(model, tmp_path / "exact.pt"), "A", "--float32"))
+    assert visit("() => [...model.part.wpe.weight]") == model.wpe.weight.flatten().tolist()
+    assert visit.text("#check").startswith("✓ Checked")
+    visit.page.context.close()
+
+
+# ------------------------------------------------------------------------------------------------ what a reader does
+
+
+def test_pointer_and_keys_choose_one_character_for_all_parts(visit: Visit) -> None:
+    """Catches parts that show different characters, keys that do nothing, and a pin that can't be released."""
+    spans = visit.page.locator("#text span")
+    spans.nth(5).hover()
+    assert visit.text("#chosen").startswith("Character 6 of 40: ")
+    bits = visit("() => bits(reading.came(5))")
+    assert f"{bits:.2f} bits" in visit.text("#chosen")
+    shown = [visit(f"() => document.querySelector('#{name} .chosen').index") for name in ("text", "looked", "written")]
+    assert shown == [5, 5, 5]
+    assert visit("() => document.querySelector('#looked .stand').index") == 4
+    assert visit.page.locator("#lens tbody tr").count() == 3  # before the first block, and after each of the two
+
+    spans.nth(9).click()
+    assert "Character 10 of 40, pinned" in visit.text("#chosen")
+    spans.nth(12).hover()
+    assert "Character 10 of 40, pinned" in visit.text("#chosen")
+    visit.page.keyboard.press("Escape")
+    spans.nth(13).hover()
+    assert visit.text("#chosen").startswith("Character 14 of 40: ")
+    spans.nth(9).click()
+    spans.nth(9).click()
+    assert visit.text("#chosen").startswith("Character 10 of 40: ")
+
+    visit.page.mouse.move(0, 0)
+    visit.page.focus("#looked")
+    for key, expected in (("ArrowRight", 11), ("ArrowLeft", 10), ("Home", 1), ("ArrowLeft", 1), ("End", 40)):
+        visit.page.keyboard.press(key)
+        assert visit.text("#chosen").startswith(f"Character {expected} of 40: ")
+    assert "is given" in visit("() => (choose(0, false), $('chosen').textContent)")
+    visit.page.keyboard.press("Enter")
+    assert "pinned" in visit.text("#chosen")
+
+
+def test_a_map_is_enlarged_and_drawn_on_the_text(visit: Visit) -> None:
+    """Catches a click that enlarges another head, rows that don't add up, and a map that sees the future."""
+    visit.page.locator("#text span").nth(12).click()
+    visit.page.locator("#maps button").nth(3).click()
+    assert visit.text("#head-title") == "Enlarged: block 2, head 2"
+    assert "head 2 of block 2 looked at" in visit.text("#looking")
+    weights = visit("() => [...reading.attention(reading.window(11), 1, 11)].slice(12)")
+    assert sum(weights) == pytest.approx(1, abs=1e-5)
+    heaviest = max(range(12), key=weights.__getitem__)
+    assert f"character {heaviest + 1}: weight {weights[heaviest]:.3g}"[:20] in visit.text("#cell")
+    visit.page.locator("#looked span").nth(2).hover()
+    assert f"character 3: weight {weights[2]:.3g}"[:20] in visit.text("#cell")
+    visit.page.locator("#looked span").nth(20).hover()
+    assert "nobody sees what comes later" in visit.text("#cell")
+    R = visit("() => $('large').width")
+    pixels = visit("(R) => [...$('large').getContext('2d').getImageData(0, 0, R, R).data]", R)
+    assert [alpha > 0 for alpha in pixels[3::4]] == [column <= row for row in range(R) for column in range(R)]
+    visit.page.locator("#attention details summary").click()
+    visit.page.locator("#attention-table tbody tr").first.wait_for()  # the browser says that it was opened a bit later
+    assert visit.page.locator("#attention-table tbody tr").count() == 12
+
+
+def test_steps_back_and_forth(visit: Visit) -> None:
+    """Catches a random number that is used twice, a cache that keeps what was taken back, also beyond the context."""
+    visit.page.fill("#prompt", "MIRA")
+    visit.page.click("#read")
+    visit.page.locator("#written span").nth(3).wait_for()
+    for _ in range(30):
+        visit.page.click("#step")
+    text = visit("() => reading.codes")
+    assert len(text) == 34
+    for _ in range(30):
+        visit.page.click("#back")
+    assert visit.page.locator("#back").is_disabled()
+    for _ in range(30):
+        announced = visit("() => next_draw().token")
+        visit.page.click("#step")
+        assert visit("() => reading.codes.at(-1)") == announced
+    assert visit("() => reading.codes") == text
+    assert visit.page.locator("#text span").count() == visit.page.locator("#written .new").count() + 4 == 34
+    for _ in range(30):
+        visit.page.click("#back")
+    visit.page.fill("#seed", "2")
+    for _ in range(30):
+        visit.page.click("#step")
+    assert visit("() => reading.codes") != text
+
+
+def test_writing_is_the_draws_and_can_be_stopped(visit: Visit) -> None:
+    """Catches a text that is not what step after step gives, and a button that doesn't stop."""
+    visit.page.click("#write")
+    visit.page.wait_for_selector("#step:not([disabled])")
+    written = visit("() => reading.codes")
+    assert len(written) == 540
+    again = visit(
+        """async (prompt) => {
+            await read(prompt);
+            for (let i = 0; i < 500; i++) step();
+            return reading.codes;
+        }""",
+        written[:40],
+    )
+    assert again == written
+    stopped = visit(
+        """async (prompt) => {
+            await read(prompt);
+            const done = write();
+            await write();
+            await done;
+            return reading.codes.length;
+        }""",
+        written[:40],
+    )
+    assert 40 < stopped < 540
+    assert "characters a second" in visit.text("#speed")
+
+
+def test_controls_move_the_bars_in_place(visit: Visit) -> None:
+    """Catches bars that change places, a cut that isn't shown, and an entropy in the wrong unit."""
+    symbols = "() => [...document.querySelectorAll('#candidates .symbol')].map((e) => e.textContent)"
+    before = visit(symbols)
+    set_to = "([id, value]) => { $(id).value = value; $(id).dispatchEvent(new Event('input')); }"
+    for value in (0.2, 2, 1):
+        visit(set_to, ["temperature", value])
+        assert visit(symbols) == before
+    p = torch.tensor(visit("() => [...reading.logits(reading.codes.length).at(-1)]")).softmax(dim=0)
+    choices = float((-(p * p.log()).sum()).exp())
+    assert f"a choice among {choices:.{1 if choices < 10 else 0}f} equally likely" in visit.text("#choices")
+    visit(set_to, ["top_k", 2])
+    cut = visit("() => [...document.querySelectorAll('#candidates .bar')].map((e) => e.classList.contains('cut'))")
+    assert cut == [False, False, True, True, True, True]
+    assert "2 of" in visit.text("#choices")
+    visit(set_to, ["temperature", 0])
+    assert "1.0 equally likely" in visit.text("#choices")
+    widths = visit("() => [...document.querySelectorAll('#wheel .drawn')].map((e) => e.style.width)")
+    assert widths == ["100%"]
+
+
+def test_nothing_goes_on_from_a_text_that_is_being_read(visit: Visit) -> None:
+    """Catches a key, a slider or a button that meets half a text: errors, or characters in the middle of it."""
+    codes = tokens(60, seed=4)
+    disabled = visit(
+        """async (codes) => {
+            const done = read(codes);
+            document.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }));
+            $("temperature").dispatchEvent(new Event("input"));
+            const disabled = ["write", "step", "back"].map((id) => $(id).disabled);
+            for (const id of ["write", "step", "back"]) $(id).click();
+            await done;
+            return disabled;
+        }""",
+        codes,
+    )
+    assert disabled == [True, True, True]
+    assert visit("() => reading.codes") == codes
+    assert visit("() => ['write', 'step', 'back'].map((id) => $(id).disabled)") == [False, False, True]
+
+
+def test_an_unknown_character_is_named(visit: Visit) -> None:
+    """Catches a prompt that makes the page fail, or that is read without the character."""
+    visit.page.fill("#prompt", "A☃")
+    visit.page.click("#read")
+    assert "“☃”" in visit.text("#error")
+    assert visit("() => reading.codes.length") == 40
+
+
+def test_pictures_can_be_saved(visit: Visit, tmp_path: Path) -> None:
+    """Catches buttons that save nothing: each of them gives a PNG with something on it."""
+    buttons = visit.page.locator(".save:visible")
+    assert buttons.count() == 7  # there is no curve
+    for i in range(7):
+        with visit.page.expect_download() as download:
+            buttons.nth(i).click()
+        content = Path(download.value.path()).read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert len(content) > 1000
+        assert download.value.suggested_filename.endswith(".png")
+
+
+def test_phones_and_dark_pages_can_be_read(browser: Browser, page_file: Path) -> None:
+    """Catches a page wider than a telephone, and colours below WCAG's contrast (4.5 for text, 3 for controls)."""
+    for scheme in ("light", "dark"):
+        visit = Visit(browser, page_file, viewport={"width": 390, "height": 800}, color_scheme=scheme)
+        assert visit("() => document.documentElement.scrollWidth") == 390
+        ratios = visit(CONTRASTS)
+        assert min(ratios[0]) >= 4.5
+        assert min(ratios[1]) >= 3
+        assert min(ratios[2]) >= 4.5
+        visit.page.context.close()
+
+
+CONTRASTS = """() => { // of texts, of controls, and of what is painted, with what they stand on
+    const light = (rgb) => rgb.map((v) => (v <= 10 ? v / 3294 : ((v / 255 + 0.055) / 1.055) ** 2.4))
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+    const contrast = (a, b) => (Math.max(light(a), light(b)) + 0.05) / (Math.min(light(a), light(b)) + 0.05);
+    const style = getComputedStyle(document.documentElement);
+    const color = (name) => style.getPropertyValue(name).trim().match(/\\w\\w/g).map((hex) => parseInt(hex, 16));
+    const on_paper = (name) => Math.min(...["--paper", "--panel"].map((paper) => contrast(color(name), color(paper))));
+    const span = make("span", document.body), numbers = (text) => text.match(/\\d+/g).map(Number), painted = [];
+    for (let i = 0; i <= 40; i++) {
+        for (const rgb of [shade(i / 40), diverging(2 ** ((i - 20) / 5))]) {
+            paint(span, rgb);
+            painted.push(contrast(rgb, numbers(getComputedStyle(span).color)));
+        }
+    }
+    const texts = ["--ink", "--quiet", "--accent", "--more", "--less"].map(on_paper);
+    return [texts, ["--line", "--bar"].map(on_paper), painted];
+}"""
+
+
+def test_a_finger_chooses_and_releases(browser: Browser, page_file: Path) -> None:
+    """Catches a page that only a mouse can use."""
+    visit = Visit(browser, page_file, viewport={"width": 390, "height": 800}, has_touch=True)
+    visit.page.locator("#text span").nth(6).tap()
+    assert "Character 7 of 40, pinned" in visit.text("#chosen")
+    visit.page.locator("#text span").nth(6).tap()
+    assert "Character 7 of 40: " in visit.text("#chosen")
+    visit.page.context.close()
+
+
+# ------------------------------------------------------------------------------------ large models, curves, the frame
+
+
+def test_a_large_model_is_computed_beforehand(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a page with more weights than a browser can take, and figures other than the small page's."""
+    snapshot = save(make_model(), tmp_path / "model.pt")
+    text = VOCABULARY.decode(torch.tensor(tokens(16, seed=2)))
+    small = Visit(browser, make_page(snapshot, text))
+    monkeypatch.setattr(look, "LIVE_PARAMETERS", 1000)
+    assert "at most 16" in error_of(text + text, "--snapshot", str(snapshot))
+    file = make_page(snapshot, text)
+    large = Visit(browser, file)
+    assert large("() => data.weights") is None
+    assert "too large" in large.text("#check")
+    assert "at most 10 million" in large.text("#live")
+    for index in (1, 8, 15):
+        for visit in (small, large):
+            visit(f"() => choose({index}, true)")
+            visit("() => map_buttons[2].button.click()")
+        for place in ("#chosen", "#guess", "#lens", "#looking", "#agreement"):
+            assert small.text(place) == large.text(place)
+        weights = [visit("() => [...weights_of(1, 0)]") for visit in (small, large)]
+        assert weights[0] == pytest.approx(weights[1], abs=1e-3)
+    assert large.complaints == small.complaints == []
+    for visit in (small, large):
+        visit.page.context.close()
+
+
+def test_a_real_run_from_the_command_to_the_curve(browser: Browser, tmp_path: Path) -> None:
+    """Catches events that aren't found, samples under the wrong step, and a slider that does nothing."""
+    run = train(tmp_path / "run")
+    assert run.returncode == 0, run.stderr
+    out = tmp_path / "page.html"
+    snapshot = tmp_path / "run" / "gpt_snapshot.pt"
+    command = run_program(sys.executable, PROJECT / "look.py", "--snapshot", snapshot, "--out", out, cwd=tmp_path)
+    assert command.returncode == 0, command.stderr
+    assert (command.stdout, command.stderr[:8]) == ("", "written:")
+    visit = Visit(browser, out)
+    assert visit("() => data.learned.evaluation.map(([step]) => step)") == [10, 20]
+    assert [step for step, _ in visit("() => data.learned.samples")] == [10, 20]
+    assert "at step 20: loss" in visit.text("#moment-value")
+    last = visit.text("#sample")
+    visit.page.focus("#moment")
+    visit.page.keyboard.press("ArrowLeft")
+    assert "at step 10: loss" in visit.text("#moment-value")
+    assert visit.text("#sample") != last
+    loss = visit("() => data.learned.evaluation[0][1]")
+    assert f"step 10: evaluation loss {loss:.4f}" in run.stderr
+    visit.page.locator("#learned summary").click()
+    assert visit.page.locator("#losses tbody tr").count() == 2
+    assert visit.complaints == []
+    visit.page.context.close()
+
+
+def test_each_part_says_where_it_is_in_the_code() -> None:
+    """Catches a file, a function or a chapter that was renamed."""
+    frame = (PROJECT / "page" / "frame.html").read_text(encoding="utf-8")
+    places = re.findall(r'<p class="place">(.*?)</p>', frame, flags=re.DOTALL)
+    assert len(places) == frame.count("<section") == 5
+    for place in places:
+        names = re.findall(r"<code>(.*?)</code>", place)
+        files = [name for name in names if name.endswith((".py", ".js"))]
+        sources = "".join((PROJECT / name).read_text(encoding="utf-8") for name in files)
+        for name in set(names) - set(files):
+            for part in name.split("."):
+                assert re.search(rf"^ *(class|def) {part}\b", sources, flags=re.MULTILINE), name
+        (chapters,) = re.findall(r"TUTORIAL,\s+chapters?\s+([\d and]+)", place)
+        tutorial = (PROJECT / "TUTORIAL.md").read_text(encoding="utf-8")
+        assert all(f"\n## {chapter}. " in tutorial for chapter in re.findall(r"\d+", chapters))
+
+
+def test_the_page_stays_short_enough_to_be_read() -> None:
+    """Catches a page that outgrows its reader."""
+    lines = {path.name: path.read_text(encoding="utf-8").splitlines() for path in (PROJECT / "page").glob("*.js")}
+    limits = {"gpt.js": 150, "reading.js": 160, "tools.js": 250, "views.js": 500}
+    assert {name: len(found) for name, found in lines.items() if len(found) > limits[name]} == {}
+    assert [line for found in lines.values() for line in found if len(line) > 120] == []
+    assert len((PROJECT / "look.py").read_text(encoding="utf-8").splitlines()) <= 150
