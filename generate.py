@@ -1,7 +1,7 @@
-"""Snapshot -> text: `python generate.py "ROMEO:"`.
+"""Snapshot -> text: `python generate.py "ROMEO:"`, or a conversation: `python generate.py`.
 
-The last module to read. It needs nothing but a snapshot: the model's configuration, its weights and its vocabulary are
-all in there.
+Read it after `main.py`; `look.py` comes next. It needs nothing but a snapshot: the model's configuration, its weights
+and its vocabulary are all in there. `interactive.py` reads one prompt after another.
 """
 
 import environment  # isort: skip, before torch is loaded
@@ -10,17 +10,21 @@ if __name__ == "__main__":
     environment.guard()
 
 import argparse
+import functools
+import math
 import os
 import re
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 
-from char_dataset import CharVocabulary
+from char_dataset import CharVocabulary, evaluation_batches
+from interactive import converse, unescape
 from model import GPT, GPTConfig
 from sampling import check_sampling
-from snapshot import DamagedSnapshotError, best_url, load_snapshot, previous_url
+from snapshot import DamagedSnapshotError, Snapshot, best_url, load_snapshot, previous_url
 from snapshot_contents import check_model
 
 DEFAULT_SNAPSHOT = str(Path(__file__).resolve().parent / "runs" / "shakespeare" / "gpt_snapshot.pt")
@@ -38,15 +42,30 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to write (1)")
     parser.add_argument("--seed", type=int, metavar="S", help="makes the text repeatable; default: another every time")
     parser.add_argument("--device", default="cpu", metavar="D", help="cpu, cuda, mps, ... (cpu)")
+    parser.add_argument("--stop", default="", metavar="TEXT", help=r"end before this string; \n is a newline")
+    parser.add_argument("--score", action="store_true", help="generate nothing; print the mean loss on the prompt")
+    parser.add_argument(
+        "--interactive", action="store_true", help="one prompt after the other; default on a terminal without a prompt"
+    )
     return parser.parse_args()
 
 
 def load_model(url: str | None, device: torch.device) -> tuple[GPT, CharVocabulary]:
-    """Build model and vocabulary from a snapshot alone.
+    """Build model and vocabulary from a snapshot alone; `url` and the errors as in `find_snapshot`."""
+    snapshot, _ = find_snapshot(url)
+    model = GPT(GPTConfig(**snapshot["model_config"]))
+    model.load_state_dict(snapshot["model"])
+    return model.to(device).eval(), CharVocabulary(snapshot["vocabulary"])
+
+
+def find_snapshot(url: str | None) -> tuple[Snapshot, str]:
+    """Read the snapshot of a model.
 
     Args:
         url: path or fsspec URL; None: the default run's best snapshot, else its latest, else the one before.
-        device: where the model shall compute.
+
+    Returns:
+        (the snapshot, where it was).
 
     Raises:
         ValueError, OSError: there is no usable snapshot; the message says where it was looked for.
@@ -63,9 +82,7 @@ def load_model(url: str | None, device: torch.device) -> tuple[GPT, CharVocabula
                 raise
             print(error, file=sys.stderr)
             continue
-        model = GPT(GPTConfig(**snapshot["model_config"]))
-        model.load_state_dict(snapshot["model"])
-        return model.to(device).eval(), CharVocabulary(snapshot["vocabulary"])
+        return snapshot, candidate
     raise ValueError(
         f"there is no snapshot at {url or latest}; train one first with torchrun --standalone main.py, "
         "or name another with --snapshot"
@@ -93,24 +110,83 @@ def generate(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--seed={arguments.seed}: must be at least 0 and below 2^64 = {2**64}")
     random.seed() if arguments.seed is None else random.manual_seed(arguments.seed)
 
-    prompt = arguments.prompt
+    prompt, arguments.stop = arguments.prompt, unescape(arguments.stop)
     if prompt == "-":
         prompt = re.sub(r"\r?\n\Z", "", sys.stdin.read())  # the shell's newline
     model, vocabulary = load_model(arguments.snapshot, device)
+    if arguments.score:
+        print(score(model, vocabulary, prompt))
+        return
+    if arguments.interactive or (not prompt and sys.stdin.isatty() and sys.stdout.isatty()):
+        converse(vocabulary, arguments, random, functools.partial(write, model, vocabulary))
+        return
     if not prompt:
         prompt = vocabulary.start
         print(f"empty prompt: starting from {prompt!r}", file=sys.stderr)
-    idx = vocabulary.encode(prompt).to(device).expand(arguments.num_samples, -1)  # (B, T)
-    settings = (arguments.max_new_tokens, arguments.temperature, True, arguments.top_k, arguments.top_p, random)
     if arguments.num_samples == 1:
-        sys.stdout.write(prompt)
-        for token in model.stream(idx, *settings):
-            sys.stdout.write(vocabulary.decode(token[0]))
-            sys.stdout.flush()  # the reader sees each character as it is made
-        sys.stdout.write("\n")
+        write(model, vocabulary, prompt, arguments, random)
         return
-    out = model.generate(idx, *settings)  # (B, T + max_new_tokens)
-    print("\n\n---\n\n".join(vocabulary.decode(row) for row in out))
+    idx = vocabulary.encode(prompt).to(device).expand(arguments.num_samples, -1)  # (B, T)
+    out = model.generate(idx, *settings_of(arguments), random)  # (B, T + max_new_tokens)
+    texts = ("".join(until(arguments.stop, vocabulary.decode(row[idx.size(1) :]))) for row in out)
+    print("\n\n---\n\n".join(prompt + text for text in texts))
+
+
+def write(
+    model: GPT,
+    vocabulary: CharVocabulary,
+    prompt: str,
+    arguments: argparse.Namespace,
+    random: torch.Generator,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> None:
+    """Write one text to standard output, each character as soon as it is made, until it is stopped."""
+    idx = vocabulary.encode(prompt)[None].to(random.device)  # (1, T)
+    sys.stdout.write(prompt)
+    tokens = model.stream(idx, *settings_of(arguments), random)
+    for character in until(arguments.stop, (vocabulary.decode(token[0]) for token in tokens)):
+        sys.stdout.write(character)
+        sys.stdout.flush()
+        if is_stopped():
+            break
+    sys.stdout.write("\n")
+
+
+def settings_of(arguments: argparse.Namespace) -> tuple[int, float, bool, int | None, float | None]:
+    """What `GPT.stream` wants to know, in its order."""
+    return arguments.max_new_tokens, arguments.temperature, True, arguments.top_k, arguments.top_p
+
+
+def until(stop: str, characters: Iterable[str]) -> Iterator[str]:
+    """Pass characters on up to a string, which is left out; what may be its beginning waits."""
+    waiting = ""
+    for character in characters:
+        waiting += character
+        if stop and waiting.endswith(stop):
+            yield from waiting[: -len(stop)]
+            return
+        while waiting and not (stop and stop.startswith(waiting)):
+            yield waiting[0]
+            waiting = waiting[1:]
+    yield from waiting
+
+
+@torch.no_grad()
+def score(model: GPT, vocabulary: CharVocabulary, text: str) -> str:
+    """How well a model predicts a text, in words: its mean loss, as an evaluation while training would find it.
+
+    Raises:
+        ValueError: there are fewer than two characters, or unknown ones.
+    """
+    codes = vocabulary.encode_array(text)
+    if len(codes) < 2:
+        raise ValueError(f"--score: got {len(codes)} characters; the first one is given, so at least 2 are needed")
+    total = 0.0
+    for x, y in evaluation_batches(codes, model.config.block_size, 16, 0, 1):
+        _, loss = model(x.to(model.wte.weight.device), y.to(model.wte.weight.device))
+        total += float(loss) * int((y != -1).sum())
+    loss = total / (len(codes) - 1)
+    return f"loss {loss:.4f} nats a character ({loss / math.log(2):.4f} bits), over {len(codes) - 1:,} characters"
 
 
 def main() -> None:

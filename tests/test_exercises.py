@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, run_program
 
-CHAPTERS = range(2, 12)  # those with an exercise; 0 and 1 have none
+CHAPTERS = range(2, 12)  # those with an exercise; 0, 1 and 12 have none
 TUTORIAL = (PROJECT / "TUTORIAL.md").read_text(encoding="utf-8")
 EXERCISE = re.compile(
     r"^\*\*Exercise\.\*\* Empty\s+the\s+body\s+of\s+`(?P<name>[\w.]+)`\s+in\s+`(?P<file>\w+\.py)`.*?"

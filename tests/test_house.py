@@ -14,22 +14,29 @@ ALLOWED = {
     "char_dataset": set(),
     "sampling": set(),
     "model": {"sampling"},
-    "optimizer": set(),
+    "optimizer": {"distributed"},  # for the three words that also work where each rank has a part of a tensor
     "distributed": set(),
+    "sharding": {"distributed", "model"},
     "snapshot": set(),
     "snapshot_contents": {"char_dataset", "model", "optimizer", "snapshot"},
-    "run_files": {"snapshot", "snapshot_contents"},
+    "run_files": {"distributed", "snapshot", "snapshot_contents"},
     "report": set(),
     "config": {"char_dataset", "model", "optimizer"},
+    "machines": {"char_dataset", "distributed", "snapshot"},
+    "memory": {"config", "distributed", "model", "sharding"},
+    "plan": {"char_dataset", "config", "distributed", "memory", "model", "optimizer", "sharding"},
     "trainer": {
-        *("char_dataset", "config", "distributed", "model", "optimizer", "report"),
-        *("run_files", "snapshot", "snapshot_contents"),
+        *("char_dataset", "config", "distributed", "memory", "model", "optimizer", "report"),
+        *("run_files", "sharding", "snapshot"),
     },
     "main": {
-        *("char_dataset", "config", "corpus", "distributed", "environment", "model", "report"),
-        *("run_files", "snapshot", "snapshot_contents", "trainer"),
+        *("char_dataset", "config", "corpus", "distributed", "environment", "machines", "memory"),
+        *("model", "plan", "report", "run_files", "snapshot", "snapshot_contents", "trainer"),
     },
-    "generate": {"char_dataset", "environment", "model", "sampling", "snapshot", "snapshot_contents"},
+    "interactive": {"char_dataset", "sampling"},
+    "generate": {"char_dataset", "environment", "interactive", "model", "sampling", "snapshot", "snapshot_contents"},
+    "look": {"char_dataset", "environment", "generate", "model", "page_data"},  # it finds its snapshot as generate does
+    "page_data": {"char_dataset", "corpus", "model", "run_files", "snapshot"},
 }
 
 
@@ -106,4 +113,4 @@ def test_the_core_of_each_file_comes_first():
     assert sum(LINES_TO_PASS.values()) <= 666
 
 
-LINES_TO_PASS = {"char_dataset": 172, "model": 180, "optimizer": 122, "trainer": 192}
+LINES_TO_PASS = {"char_dataset": 172, "model": 178, "optimizer": 124, "trainer": 192}

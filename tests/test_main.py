@@ -77,6 +77,9 @@ BAD_INPUT = {
     ),
     "width and heads": (["gpt_config.n_head=3"], ["n_embd=16", "n_head=3", "divisible"]),
     "micro-batches": (["trainer_config.micro_batch_size=5"], ["batch_size=12", "1 ranks", "micro_batch_size=5"]),
+    "micro-batch as a word": (["trainer_config.micro_batch_size=many"], ["micro_batch_size=many", "null, auto, or a"]),
+    "half a micro-batch": (["trainer_config.micro_batch_size=2.5"], ["micro_batch_size", "2.5"]),
+    "no micro-batch": (["trainer_config.micro_batch_size=0"], ["micro_batch_size=0", "above 0"]),
     "float16 without mixed precision": (["trainer_config.amp_dtype=float16"], ["amp_dtype=float16", "use_amp=false"]),
     "unknown dtype": (["trainer_config.amp_dtype=half"], ["amp_dtype=half", "float16"]),
     "unknown optimizer": (["optimizer_config.name=sgd"], ["name=sgd", "adamw", "muon"]),
@@ -573,7 +576,7 @@ def test_fine_tuning_starts_from_the_other_model(finished_run, tmp_path):
     assert new["step"] == 2
     assert new["vocabulary"] == old["vocabulary"]
     assert all(torch.equal(new["model"][name], old["model"][name]) for name in old["model"])
-    assert {float(state["step"]) for state in new["optimizer"]["adamw"]["state"].values()} == {2.0}
+    assert {float(state["step"]) for state in new["optimizer"].values() if "step" in state} == {2.0}
     base.unlink()
     again = train(tmp_path / "run", *settings, "trainer_config.max_steps=4")  # its own snapshot wins
     assert again.returncode == 0, again.stderr
