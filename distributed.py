@@ -166,6 +166,12 @@ def load_weights(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]
         copy_from_main(weights[name], parameter)
 
 
+def broadcast_form(value: Any) -> Any:
+    """Rank 0's nested dictionaries, on all ranks; the others get no data of tensors, which `load_weights` sends."""
+    form = broadcast_from_main(without_data(value))
+    return value or form
+
+
 def without_data(value: Any) -> Any:
     """Nested dictionaries with every tensor replaced by its shape and type alone: small enough to send around."""
     if isinstance(value, Tensor):

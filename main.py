@@ -35,13 +35,12 @@ from corpus import BUNDLED_TEXT, download_corpus, read_text
 from distributed import (
     Ranks,
     all_gather,
-    broadcast_from_main,
+    broadcast_form,
     is_alone,
     is_rank_0,
     leave,
     leave_if_lost,
     process_group,
-    without_data,
 )
 from machines import check_alike, versions, warn_of_separate_disks
 from memory import is_out_of_memory, out_of_memory, recompute_in_backward
@@ -85,8 +84,7 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str, full_co
             if not (settings.dry_run or is_half_moved(run_dir)):
                 own = load_own(snapshot_path, settings.resume, launch, check_contents)
             base = load_base(settings.init_from, own)
-        form = broadcast_from_main(without_data(base))
-        base = base or form  # the weights follow in `start_from`
+        base = broadcast_form(base)  # the weights follow in `start_from`
 
     vocabulary, train_codes, eval_codes = read_codes(config, path, base)
     check_alike({"text": fingerprint(train_codes, eval_codes, vocabulary.code_of_point)[:12]}, ranks)

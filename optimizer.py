@@ -104,7 +104,7 @@ def create_optimizer(
     Args:
         model: whose parameters are to be trained.
         config: which optimizer, and how strong.
-        dtype: what Muon orthogonalizes in; AdamW is always float32.
+        dtype: of the matrix products, Muon's among them; AdamW is always float32.
         rank, world_size: this process's place among those that train the model together.
     """
     matrices, others = split_parameters(model)
@@ -114,6 +114,7 @@ def create_optimizer(
     undecayed = make_groups(others, scales, config.learning_rate, 0.0)
     optimizer: Optimizer
     if config.name == "muon":
+        dtype = torch.float32 if dtype == torch.float16 else dtype  # float16 has too small a range for Muon's products
         optimizer = MuonWithAdamW(decaying, undecayed, config.betas, dtype, rank, world_size)
     else:
         # fused: one kernel updates all parameters, instead of some ten for each of them.

@@ -18,6 +18,7 @@ from torch import Tensor
 from char_dataset import CharVocabulary, DataConfig, split_codes
 from corpus import BUNDLED_TEXT, read_text
 from model import GPT
+from report import read_events, scalars
 from run_files import fingerprint
 from snapshot import Snapshot
 
@@ -95,17 +96,9 @@ def learned(url: str) -> dict[str, Any] | None:
     folder = Path(url).parent
     if not any(folder.glob("events.out.tfevents.*")):
         return None
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second to import
-
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 500, "tensors": 0})
-    events.Reload()
-    tags = events.Tags()
-    losses = {
-        name: [[event.step, event.value] for event in events.Scalars(tag)] if tag in tags["scalars"] else []
-        for name, tag in (("training", "train/loss"), ("evaluation", "eval/loss"))
-    }
+    events, tag = read_events(folder, 500), "samples/text_summary"
     samples = [
         [event.step, re.sub(r"^    ", "", event.tensor_proto.string_val[0].decode(), flags=re.MULTILINE)]
-        for event in (events.Tensors("samples/text_summary") if "samples/text_summary" in tags["tensors"] else [])
+        for event in (events.Tensors(tag) if tag in events.Tags()["tensors"] else [])
     ]
-    return {**losses, "samples": samples}
+    return {"training": scalars(events, "train/loss"), "evaluation": scalars(events, "eval/loss"), "samples": samples}

@@ -88,8 +88,7 @@ def work_out(
         weights = live.now
         if config.activation_checkpointing:
             recompute_in_backward(model)
-        muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-        optimizer = create_optimizer(model, optimizer_config, muon_dtype)
+        optimizer = create_optimizer(model, optimizer_config, dtype)
         tokens = torch.zeros(micro_batch, sizes.block_size, dtype=torch.int64)  # (B, T)
         activations = state = 0
         for _ in range(2):  # the first step makes the optimizer's state

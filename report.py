@@ -1,9 +1,16 @@
 """What a run tells people: the header, the progress bar, TensorBoard's curves and the closing summary.
 
 Read it after `corpus.py`. It is apart from `trainer.py`, which calls it, because nothing here changes what is trained.
-`config.py` comes next.
+`config.py` comes next. `python report.py` prints a table of all runs.
 """
 
+import environment  # isort: skip, before torch is loaded
+
+if __name__ == "__main__":
+    environment.guard()
+
+import argparse
+import json
 import logging
 import math
 import shlex
@@ -13,7 +20,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +49,7 @@ class Reporter:
         self.run_dir, self.is_main, self.dry_run = run_dir, is_main, dry_run
         self.profiler = make_profiler(run_dir) if profile and is_main and not dry_run else None
         self.watch = Stopwatch()
+        self.losses = (math.nan, math.nan)  # of the last evaluation: on the training text's passage, on unseen text
         self._began = self._last_line = time.perf_counter()
         self.writer: Any = None  # TensorBoard's
         self.bar: Any = None
@@ -87,15 +95,17 @@ class Reporter:
         level, words = logging.INFO if is_line else logging.DEBUG, "loss %.4f, learning rate %.2e, %.0f tokens/s"
         log.log(level, f"step %d/%d: {words}", step, self.total_steps, loss, rate, speed)
 
-    def evaluation(self, step: int, loss: float, text: str) -> None:
-        """Report an evaluation: its loss in nats a character, and a sample."""
+    def evaluation(self, step: int, loss: float, train_loss: float, text: str) -> None:
+        """Report an evaluation: its loss, that of a passage of the training text, in nats a character; a sample."""
         if not self.is_main:
             return
-        bits = loss / math.log(2)
+        bits, self.losses = loss / math.log(2), (train_loss, loss)
         log.info("step %d: evaluation loss %.4f (%.3f bits a character)", step, loss, bits)
         self._write("add_scalar", "eval/loss", loss, step)
         self._write("add_scalar", "eval/bits_per_char", bits, step)
+        self._write("add_scalar", "eval/train_loss", train_loss, step)
         if text:
+            log.info("    %s", " / ".join(text.splitlines()))  # one sees it learn to spell
             self._write("add_text", "samples", "\n".join(f"    {line}" for line in text.split("\n")), step)
 
     def flush(self) -> None:
@@ -112,7 +122,7 @@ class Reporter:
             self.profiler = None
 
     def finished(
-        self, step: int, loss: float, best_loss: float, text: str, tokens_per_step: int, best_snapshot: str
+        self, step: int, best_loss: float, best_step: int, text: str, tokens_per_step: int, best_snapshot: str
     ) -> None:
         """Close the curves and the bar, and say how it went and what to do next."""
         if not self.is_main:
@@ -123,10 +133,13 @@ class Reporter:
             log.info("a sample:\n\n%s\n", text)
         tokens, seconds = (step - self.first_step) * tokens_per_step, time.perf_counter() - self._began
         speed = f", {tokens:,} tokens in {seconds:.0f} s" if tokens else ""
+        train_loss, loss = self.losses
         log.info("finished: %d steps, evaluation loss %.4f, best %.4f%s", step, loss, best_loss, speed)
         if self.dry_run:
             log.info("that was a dry run: model, text and machine fit together, and of the run nothing was written")
             return
+        for line in lesson(train_loss, loss, best_loss, best_step, step):
+            log.info("%s", line)
         cap = self.config.get("trainer_config.max_steps")
         key = "max_steps" if cap is not None and cap <= step else "max_epochs"
         if step < self.total_steps:
@@ -153,6 +166,22 @@ class Reporter:
         except OSError as error:
             log.error("no more curves: %s", error)
             self.writer = None
+
+
+def lesson(train_loss: float, loss: float, best_loss: float, best_step: int, step: int) -> list[str]:
+    """What the losses of a run mean, in words.
+
+    Args:
+        train_loss, loss: of the last evaluation, on a passage of the training text and on unseen text.
+        best_loss, best_step: the lowest on unseen text, and the optimizer step at which it was found.
+        step: the last one.
+    """
+    lines = [f"learned: {train_loss:.2f} on the text it trained on, {loss:.2f} on unseen text"]
+    # If the loss had risen on both texts, a learning rate would be too high.
+    if loss > best_loss + 0.01 and train_loss < best_loss:
+        lines.append(f"lowest on unseen text at step {best_step:,} of {step:,}, with {best_loss:.2f}: after that")
+        lines.append("it learned its text by heart; try more dropout (gpt_config.resid_pdrop=0.2) or fewer epochs")
+    return lines
 
 
 class Stopwatch:
@@ -184,6 +213,96 @@ class Stopwatch:
             self.data_seconds += time.perf_counter() - began
             yield batch
             began = time.perf_counter()
+
+
+# ------------------------------------------------------------------------------------- `python report.py`: all the runs
+
+PROJECT = Path(__file__).resolve().parent
+
+
+@dataclass
+class Run:
+    """What a run directory says of its run."""
+
+    name: str
+    loss: float  # the lowest on the evaluation text, nats a character; NaN before the first evaluation
+    steps: int
+    parameters: int
+    seconds: float  # of training, without evaluations and snapshots; 0 where there are no curves
+    speed: float  # tokens a second in these seconds
+    settings: list[str]  # that are not the defaults: "group.key=value"
+
+
+def main() -> None:
+    """Print the table of all runs below a folder."""
+    parser = argparse.ArgumentParser(description="Print a table of all runs, the lowest evaluation loss first.")
+    parser.add_argument("folder", nargs="?", type=Path, default=PROJECT / "runs", help="where they are (runs)")
+    folder = parser.parse_args().folder
+    places = {path.parent for name in ("gpt_snapshot.pt", "config.yaml") for path in folder.rglob(name)}
+    if not places:
+        sys.exit(f"error: no runs in {folder}; train one with python main.py, or name the folder that holds them")
+    runs = []
+    for place in sorted(places):
+        try:
+            runs.append(read_run(place, str(place.relative_to(folder))))
+        except Exception as error:  # noqa: PERF203 - odd contents raise almost anything
+            print(f"skipped {place}: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+    print(run_table(runs))
+
+
+def read_run(run_dir: Path, name: str) -> Run:
+    """Read a run's latest snapshot and its curves; what is wrong with them is raised as it comes."""
+    from config import Config  # imported here, because training doesn't need these
+    from model import GPT, GPTConfig
+    from snapshot import load_snapshot
+    from snapshot_contents import check_contents
+
+    url = str(run_dir / "gpt_snapshot.pt")
+    snapshot = load_snapshot(url)
+    check_contents(snapshot, url)
+    with torch.device("meta"):  # no memory: it is only counted
+        parameters = GPT(GPTConfig(**snapshot["model_config"])).num_parameters()
+    config, step = snapshot["config"], snapshot["step"]
+    defaults = json.loads(json.dumps(asdict(Config())))  # with lists for tuples, as in YAML
+    settings = [
+        f"{group}.{key}={value}"
+        for group, values in config.items()
+        for key, value in values.items()
+        if value != defaults[group].get(key)
+    ]
+    events = read_events(run_dir)
+    losses, speeds = scalars(events, "eval/loss"), scalars(events, "train/tokens_per_second")
+    # The latest snapshot was written before the evaluation of its own step, so the curve knows better.
+    loss = min([value for _, value in losses if math.isfinite(value)], default=snapshot["best_eval_loss"])
+    tokens_per_step = config["trainer_config"]["batch_size"] * snapshot["model_config"]["block_size"]
+    before, seconds = 0, 0.0
+    for at, speed in speeds:  # of the steps since the last report
+        before, seconds = at, seconds + (at - before) * tokens_per_step / speed
+    return Run(name, loss, step, parameters, seconds, before * tokens_per_step / seconds if seconds else 0.0, settings)
+
+
+def run_table(runs: list[Run]) -> str:
+    """One line for each run, the lowest loss first."""
+    lines = ["  loss    steps   parameters  seconds  tokens/s  run, and what it sets other than the defaults"]
+    for run in sorted(runs, key=lambda run: (not math.isfinite(run.loss), run.loss)):
+        speed = f"{run.seconds:7,.0f}  {run.speed:8,.0f}" if run.seconds else f"{'?':>7}  {'?':>8}"
+        words = " ".join([run.name, *run.settings])
+        lines.append(f"{run.loss:6.4f}  {run.steps:7,}  {run.parameters:11,}  {speed}  {words}")
+    return "\n".join(lines)
+
+
+def read_events(run_dir: Path, points: int = 0) -> Any:
+    """TensorBoard's reader of a run's curves and samples; at most so many points of a curve, or all."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second to import
+
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": points, "tensors": 0})
+    events.Reload()
+    return events
+
+
+def scalars(events: Any, tag: str) -> list[tuple[int, float]]:
+    """A curve: (step, value) each; empty where there is none."""
+    return [(event.step, event.value) for event in events.Scalars(tag)] if tag in events.Tags()["scalars"] else []
 
 
 # ---------------------------------------------------------------- armour: consoles, profiles, platforms, help, sweeps
@@ -356,3 +475,7 @@ def help_text(project: Path) -> str:
             *(f"  +recipe={name:12} {text.splitlines()[0].lstrip('# ')}" for name, text in recipes.items()),
         ]
     )
+
+
+if __name__ == "__main__":
+    main()

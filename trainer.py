@@ -26,6 +26,7 @@ from distributed import (
     StopRequest,
     all_reduce_max,
     all_reduce_sum,
+    broadcast_form,
     broadcast_from_main,
     gather_on_main,
     ignore_signals,
@@ -33,7 +34,6 @@ from distributed import (
     settle_buckets,
     start_workers,
     whole,
-    without_data,
 )
 from memory import choose_micro_batch
 from model import GPT
@@ -98,6 +98,7 @@ class Trainer:
         self.config, self.optimizer_config, self.full_config = config, optimizer_config, full_config
         self.vocabulary, self.eval_codes, self.ranks, self.snapshot_path = vocabulary, eval_codes, ranks, snapshot_path
         self.block_size = model.config.block_size
+        self.train_passage = train_codes[: max(len(eval_codes) // 10, self.block_size + 1)]
 
         self.dtype = choose_dtype(config, ranks.device)  # of matrix products; the weights stay float32
         self.autocast = torch.autocast(ranks.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -106,9 +107,7 @@ class Trainer:
         self.raw_model = model  # saved and evaluated: without DDP's prefix before every name
         self.model = distribute(model, config.strategy, self.dtype, config.compile, ranks.device)  # trained
         self.parameters = dict(model.named_parameters())  # by name; what two modules share, once
-        # float16 has too small a range for Muon's products.
-        muon_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
-        self.optimizer = create_optimizer(self.raw_model, optimizer_config, muon_dtype, ranks.rank, ranks.world_size)
+        self.optimizer = create_optimizer(self.raw_model, optimizer_config, self.dtype, ranks.rank, ranks.world_size)
         # float16 alone needs its losses scaled up to keep small gradients; disabled, the scaler passes all through.
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
         self.micro_batch_size = choose_micro_batch(self.raw_model, self.optimizer, config, ranks.world_size, self.dtype)
@@ -123,8 +122,7 @@ class Trainer:
         self.reporter = Reporter(run_dir, ranks.is_main, config.dry_run, config.profile)
         self.snapshots: RunSnapshots | None = None
         if ranks.is_main and not config.dry_run:
-            identity = self._identity(fingerprint(train_codes, eval_codes))
-            launch = ranks.launch
+            identity, launch = self._identity(fingerprint(train_codes, eval_codes)), ranks.launch
             self.snapshots = RunSnapshots(run_dir, snapshot_path, identity, launch, self.optimizer, self.parameters)
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -181,23 +179,27 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Mean loss over every target of the evaluation text, each scored once, in nats a character, on all ranks."""
-        sums = gather_on_main(list(self._sum_losses()), self.ranks)
+        return self.evaluate_on(self.eval_codes)
+
+    def evaluate_on(self, codes: np.ndarray) -> float:
+        """The same over any encoded text (N,)."""
+        sums = gather_on_main(list(self._sum_losses(codes)), self.ranks)
         if len(sums) > 1:
             per_rank = ", ".join(f"{loss_sum / max(count, 1):.4f} on {count:.0f}" for loss_sum, count in sums)
-            log.info("evaluation losses of the ranks: %s characters", per_rank)
+            log.info("losses of the ranks: %s characters", per_rank)
         # Sum first, divide once: ranks may hold different counts. Only rank 0 has anything to sum.
         mean = sum(s for s, _ in sums) / sum(count for _, count in sums) if sums else 0.0
         return float(broadcast_from_main(mean))
 
     @torch.no_grad()
-    def _sum_losses(self) -> tuple[float, float]:
-        """(Sum of the losses, number of targets) over this rank's share of the evaluation text."""
+    def _sum_losses(self, codes: np.ndarray) -> tuple[float, float]:
+        """(Sum of the losses, number of targets) over this rank's share of a text (N,)."""
         losses, counts = [], []
         was_training = self.raw_model.training
         self.raw_model.eval()  # or dropout would make the loss too high, and another one every time
         try:
             for x, y in evaluation_batches(
-                self.eval_codes, self.block_size, self.micro_batch_size, self.ranks.rank, self.ranks.world_size
+                codes, self.block_size, self.micro_batch_size, self.ranks.rank, self.ranks.world_size
             ):
                 with self.autocast:
                     _, loss = self.raw_model(x.to(self.ranks.device), y.to(self.ranks.device))
@@ -253,8 +255,10 @@ class Trainer:
             state.eval_loss = self.evaluate()
             if not math.isfinite(state.eval_loss):
                 raise diverged(self, f"step {self.step}: the evaluation loss is not finite")
+            train_loss = self.evaluate_on(self.train_passage)  # where it is much lower, the text is learned by heart
             # A token costs a pass through the model while the other ranks wait: a line is enough here.
-            self.reporter.evaluation(self.step, state.eval_loss, sample(self, min(self.config.sample_tokens, 64)))
+            text = sample(self, min(self.config.sample_tokens, 64))
+            self.reporter.evaluation(self.step, state.eval_loss, train_loss, text)
             if state.eval_loss < state.best_eval_loss:
                 state.best_eval_loss, state.best_step = state.eval_loss, self.step
                 self._save(is_best=True)
@@ -278,7 +282,7 @@ class Trainer:
         else:
             tokens = self.config.batch_size * self.block_size  # in a step
             best, text = best_url(self.snapshot_path), sample(self, self.config.sample_tokens)
-            self.reporter.finished(self.step, state.eval_loss, state.best_eval_loss, text, tokens, best)
+            self.reporter.finished(self.step, state.best_eval_loss, state.best_step, text, tokens, best)
         if self.snapshots is not None and self.snapshots.errors:
             raise RunError(f"the last snapshot could not be saved: {'; '.join(self.snapshots.errors.values())}")
 
@@ -322,8 +326,7 @@ class Trainer:
         if self.snapshots is not None:
             snapshot = self.snapshots.open(self.config.resume, self.ranks.is_restart)
         # Read once, by one rank: the others may have no access, and must not see another file. Tensors come one by one.
-        form = broadcast_from_main(without_data(snapshot))
-        snapshot = snapshot or form
+        snapshot = broadcast_form(snapshot)
         if snapshot is None:
             return
         load_weights(self.parameters, snapshot["model"])

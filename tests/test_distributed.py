@@ -15,6 +15,7 @@ from conftest import HANGS, PROJECT, TINY_RUN, read_losses, run_program
 from distributed import (
     StopRequest,
     all_reduce_sum,
+    broadcast_form,
     broadcast_from_main,
     choose_device,
     copy_from_main,
@@ -23,7 +24,6 @@ from distributed import (
     leave_if_lost,
     load_weights,
     process_group,
-    without_data,
 )
 from snapshot import load_snapshot
 
@@ -152,9 +152,8 @@ def receive_as_rank(rank, folder):
     copy_from_main(torch.zeros(1 << 20), torch.zeros(1 << 20))
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
-    form = broadcast_from_main(without_data(snapshot))
-    source = snapshot or form
-    load_weights({**targets, **{name: weights[name] for name in weights}}, source["model"])
+    form = broadcast_form(snapshot)
+    load_weights({**targets, **{name: weights[name] for name in weights}}, form["model"])
     grown = memory("VmHWM") - before
     assert all(bool((tensor == int(name)).all()) for name, tensor in weights.items())
     torch.save({"grown": grown / (32 << 22), "form": (form["step"], form["list"]), **targets}, f"{folder}/{rank}.pt")

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HANGS, PROJECT, TINY_RUN
+from conftest import HANGS, PROJECT, TINY_RUN, read_losses, run_program
 from test_trainer import make_trainer, world_of_one
 
 import report
-from report import Stopwatch
+from report import Run, Stopwatch, run_table
+from snapshot import load_snapshot, save_snapshot
 
 
 @pytest.fixture
@@ -102,12 +103,39 @@ def test_a_samples_lines_stay_lines(tmp_path):
 
     reporter = report.Reporter(str(tmp_path), is_main=True)
     reporter.header([], {}, 0, 1)
-    reporter.evaluation(1, 2.0, "To be\nor not to be")
+    reporter.evaluation(1, 2.0, 1.9, "To be\nor not to be")
     reporter.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     (sample,) = events.Tensors("samples/text_summary")
     assert sample.tensor_proto.string_val[0].decode() == "    To be\n    or not to be"
+
+
+def test_one_sees_it_learn_to_spell(tmp_path, caplog):
+    """Catches samples that only TensorBoard has, and a sample whose lines can't be told from the program's own."""
+    with world_of_one() as ranks, caplog.at_level(logging.INFO):
+        make_trainer(tmp_path, "trainer_config.sample_tokens=500", ranks=ranks).fit()
+    lines = [message for message in caplog.messages if message.startswith("    ")]
+    assert len(lines) == 2  # evaluations
+    for line in lines:
+        assert len(line.replace(" / ", "\n")) <= 4 + 64
+        assert "\n" not in line
+
+
+def test_the_closing_words_say_what_the_losses_mean(tmp_path, caplog):
+    """Catches the two losses swapped, and no word about a text that was learned by heart; or one where it wasn't."""
+    words = "learned: 1.31 on the text it trained on, 1.54 on unseen text"
+    assert report.lesson(1.31, 1.54, 1.54, 1100, 1100) == [words]
+    by_heart = report.lesson(0.52, 1.90, 1.48, 400, 1100)
+    assert by_heart[0] == "learned: 0.52 on the text it trained on, 1.90 on unseen text"
+    assert by_heart[1].startswith("lowest on unseen text at step 400 of 1,100, with 1.48: after that")
+    assert "dropout" in by_heart[2]
+    assert len(report.lesson(1.40, 1.485, 1.48, 400, 1100)) == 1  # up and down a little
+    assert len(report.lesson(2.50, 2.40, 2.00, 400, 1100)) == 1  # worse on both: that is another fault
+    with world_of_one() as ranks, caplog.at_level(logging.INFO):
+        make_trainer(tmp_path, ranks=ranks).fit()
+    train_loss, loss = read_losses(tmp_path, "eval/train_loss")[20], read_losses(tmp_path, "eval/loss")[20]
+    assert f"learned: {train_loss:.2f} on the text it trained on, {loss:.2f} on unseen text" in caplog.messages
 
 
 def test_other_ranks_speak_up_only_when_something_is_wrong(capsys):
@@ -169,3 +197,70 @@ def test_the_table_of_a_sweep():
     assert [int(line.split(":")[0].split()[1]) for line in lines] == [4, 2, 5, 1, 3, 6]
     assert lines[0] == "  run 4: evaluation loss 1.0000  /runs/4"
     assert lines[-1] == "  run 6: failed: out of memory  /runs/6"
+
+
+def test_the_table_of_all_runs(tmp_path):
+    """Catches the latest loss for the lowest, another run's settings, half a speed, a table that one bad file ends."""
+    settings = {
+        "long": [],
+        "deep/er": ["gpt_config.n_layer=3", "trainer_config.max_steps=6", "trainer_config.log_every_steps=4"],
+    }
+    with world_of_one() as ranks:
+        trainers = {name: make_trainer(tmp_path / name, *chosen, ranks=ranks) for name, chosen in settings.items()}
+        losses = iter([2.5, 2.8])
+        vars(trainers["long"])["evaluate"] = lambda: next(losses)
+        for trainer in trainers.values():
+            trainer.fit()
+    for name in ("cut off", "empty", "odd", "without config"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("{}")
+    whole = (tmp_path / "long" / "gpt_snapshot.pt").read_bytes()
+    (tmp_path / "cut off" / "gpt_snapshot.pt").write_bytes(whole[: len(whole) // 2])
+    snapshot = load_snapshot(str(tmp_path / "long" / "gpt_snapshot.pt"))
+    save_snapshot({**snapshot, "config": {"trainer_config": 3}}, str(tmp_path / "odd" / "gpt_snapshot.pt"))
+    save_snapshot({**snapshot, "config": {}}, str(tmp_path / "without config" / "gpt_snapshot.pt"))
+    process = run_program(sys.executable, "report.py", tmp_path)
+    assert process.returncode == 0, process.stderr
+    head, *lines = process.stdout.splitlines()
+    assert head.split()[:5] == ["loss", "steps", "parameters", "seconds", "tokens/s"]
+    rows = {line.split()[5]: line.split() for line in lines}
+    assert list(rows) == sorted(rows, key=lambda name: float(rows[name][0]))
+    assert rows["long"][0] == "2.5000"
+    assert rows["deep/er"][0] == f"{read_losses(tmp_path / 'deep/er', 'eval/loss')[6]:.4f}"
+    assert [rows["long"][1], rows["deep/er"][1]] == ["20", "6"]
+    for name, trainer in trainers.items():
+        assert int(rows[name][2].replace(",", "")) == sum(p.numel() for p in trainer.raw_model.parameters())
+        speeds = read_losses(tmp_path / name, "train/tokens_per_second")
+        steps = [at - before for before, at in zip([0, *speeds], speeds, strict=False)]
+        seconds = sum(count * 12 * 16 / speed for count, speed in zip(steps, speeds.values(), strict=True))
+        assert float(rows[name][4].replace(",", "")) == pytest.approx(trainer.step * 12 * 16 / seconds, abs=1)
+    assert "gpt_config.n_layer=3" in rows["deep/er"]
+    assert "gpt_config.n_layer=3" not in rows["long"]
+    assert set(rows["deep/er"]) - set(rows["long"]) >= {
+        "trainer_config.max_steps=6",
+        "trainer_config.log_every_steps=4",
+    }
+    skipped = process.stderr.strip().splitlines()
+    assert [line.split(": ")[0] for line in skipped] == [
+        f"skipped {tmp_path / name}" for name in ("cut off", "empty", "odd", "without config")
+    ]
+
+
+def test_a_table_without_runs(tmp_path):
+    """Catches a traceback, and an empty table that looks like an answer."""
+    process = run_program(sys.executable, "report.py", tmp_path / "nowhere")
+    assert (process.returncode, process.stdout) == (1, "")
+    advice = "train one with python main.py, or name the folder that holds them"
+    assert process.stderr == f"error: no runs in {tmp_path / 'nowhere'}; {advice}\n"
+
+
+def test_runs_without_a_loss_or_curves_come_last():
+    """Catches a run that has diverged at the top, and a division by no seconds at all."""
+    runs = [
+        Run("a", math.nan, 3, 10, 1.0, 5.0, []),
+        Run("b", math.inf, 3, 10, 0.0, 0.0, []),
+        Run("c", 2.0, 3, 10, 1.0, 5.0, []),
+    ]
+    lines = run_table(runs).splitlines()[1:]
+    assert lines[0].endswith("c")
+    assert lines[2].split() == ["inf", "3", "10", "?", "?", "b"]

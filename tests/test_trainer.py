@@ -186,9 +186,9 @@ def explicit_mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return (logits.logsumexp(dim=1) - logits[torch.arange(len(targets)), targets]).mean()
 
 
-def explicit_evaluation(model: torch.nn.Module) -> float:
-    """Mean loss over all targets of the evaluation text, window by window, target by target."""
-    codes = sample_codes()[1]
+def explicit_evaluation(model: torch.nn.Module, codes: Tensor | None = None) -> float:
+    """Mean loss over all targets of a text, the evaluation text unless given, window by window, target by target."""
+    codes = sample_codes()[1] if codes is None else codes
     losses = []
     model.eval()
     with torch.no_grad():
@@ -841,6 +841,20 @@ def test_rank_0_reports_the_loss_of_every_rank(rank_runs, n):
     assert counts == {2: [257, 256], 3: [176, 176, 161]}[n]  # 33 windows of 16, of which the last one has 1
     mean = sum(float(loss) * count for (loss, _), count in zip(shares, counts, strict=True)) / sum(counts)
     assert mean == pytest.approx(results[0]["evaluation"], abs=1e-4)  # the report has 4 decimals
+
+
+def test_what_was_learned_is_measured_on_the_training_text(alone, tmp_path):
+    """Catches a loss on the evaluation text, with dropout, or on a passage that moves, under the other one's name."""
+    trainer = make_trainer(tmp_path, *DROPOUT, "trainer_config.save_every_steps=20", ranks=alone)
+    passages, evaluate_on = [], trainer.evaluate_on
+    vars(trainer)["evaluate_on"] = lambda codes: passages.append(codes) or evaluate_on(codes)
+    trainer.fit()
+    train_codes, eval_codes = sample_codes()
+    passage = train_codes[: len(eval_codes) // 10]
+    recorded = read_losses(tmp_path, "eval/train_loss")
+    assert list(recorded) == [10, 20]
+    assert recorded[20] == pytest.approx(explicit_evaluation(trainer.raw_model, passage), abs=1e-6)  # as above
+    assert [passage.tolist() for passage in passages] == [eval_codes.tolist(), passage.tolist()] * 2
 
 
 # ------------------------------------------------------------------------------------ randomness
