@@ -20,7 +20,7 @@ COMMANDS = {  # name: (type, what it sets)
     "/top-k": (int, "draw from the K likeliest characters only; 0: from all"),
     "/top-p": (float, "draw from the likeliest that together have P; 1: from all"),
     "/length": (int, "characters to add"),
-    "/seed": (int, "makes each text repeatable"),
+    "/seed": (int, "makes each text repeatable; none: another text every time"),
     "/stop": (str, "end before this string; nothing: no end but the length"),
 }
 HELP = "\n".join(
@@ -93,6 +93,9 @@ def obey(line: str, arguments: argparse.Namespace) -> str:
     name, _, value = line.partition(" ")
     if name == "/help":
         return HELP
+    if line.split() == ["/seed", "none"]:
+        arguments.seed = None
+        return "seed is none now"
     if name not in COMMANDS:
         raise ValueError(f"{name}: there are {', '.join(COMMANDS)} and /help; a text can't begin with /")
     kind, words = COMMANDS[name]

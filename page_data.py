@@ -65,8 +65,10 @@ def compute(model: GPT, idx: Tensor) -> dict[str, Any]:
     """What the page shows of a model that is too large for it: (T,) -> likeliest characters and attention.
 
     Returns:
-        guesses: for each character, for the stream before the first block and after each one, the five likeliest next
-        characters with their probabilities, and the next character's own; attention: (T, layer, nh, S) in float16.
+        tokens, probabilities: of the (up to) five likeliest next characters, (T, n_layer + 1, 5): for each character,
+        by the stream before the first block and after each one.
+        following: the probability of the character that really comes next, (T - 1, n_layer + 1).
+        attention: weights in float16, in base64: for each character t its rows (n_layer, nh, t + 1).
     """
     T, c = len(idx), model.config
     x = model.wte(idx[None]) + model.wpe.weight[:T]  # (1, T, C)

@@ -434,7 +434,7 @@ function check() {
   const difference = greatest_difference(model), is_right = difference <= 1e-4; // what isn't a number isn't right
   $("check").textContent = is_right
     ? `✓ Checked: for the first ${data.check.length} characters of the text, this browser computes what PyTorch did. ` +
-      `The largest difference between two logits is ${difference.toExponential(0)}.`
+      `A logit here differs from PyTorch's by at most ${difference.toExponential(0)} (0.0001 is allowed).`
     : `✗ Don't trust this page: its logits differ from PyTorch's by up to ${difference}. The file was changed, or ` +
       "this browser computes otherwise. Make the page again with look.py.";
   $("check").classList.toggle("wrong", !is_right);

@@ -98,6 +98,13 @@ def test_bad_settings_change_nothing(line):
     assert vars(arguments) == before
 
 
+def test_a_seed_can_be_taken_back():
+    """Catches a seed that makes every later text the same, until the program is started anew."""
+    arguments = argparse.Namespace(temperature=1.0, top_k=None, top_p=None, max_new_tokens=1, seed=None, stop="")
+    assert [obey(line, arguments) for line in ("/seed 3", "/seed none")] == ["seed is 3 now", "seed is none now"]
+    assert arguments.seed is None
+
+
 def test_a_newline_can_be_typed():
     """Catches a backslash that can't be meant as one."""
     assert unescape(r"a\nb\\n\t") == "a\nb\\n\t"
@@ -134,7 +141,7 @@ def test_the_score_is_the_loss_of_an_evaluation(snapshot):  # noqa: F811
     for start in range(0, len(codes) - 1, 16):
         window = codes[start : start + 17]
         logits = model(torch.tensor([window[:-1]]))[0][0].double().log_softmax(-1)
-        total -= sum(float(row[target]) for row, target in zip(logits, window[1:], strict=True))
+        total -= sum(row[target].item() for row, target in zip(logits, window[1:], strict=True))
     nats, bits = (float(number) for number in re.findall(r"\d\.\d+", process.stdout))
     assert nats == pytest.approx(total / 170, abs=1e-4)
     assert bits == pytest.approx(nats / 0.693147, abs=2e-4)
