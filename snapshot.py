@@ -57,8 +57,9 @@ def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True) -> N
     filesystem, path = fsspec.url_to_fs(url)
     if not isinstance(filesystem, LocalFileSystem):
         until = time.monotonic() + SECONDS_TO_ANSWER + buffer.tell() / BYTES_A_SECOND
-        if keep_previous and _exists(filesystem, path):
-            ask(filesystem, "cp_file", path, previous_url(path), until=until)
+        with suppress(FileNotFoundError):  # the first one has no previous
+            if keep_previous:
+                ask(filesystem, "cp_file", path, previous_url(path), until=until)
         # Object stores can't rename, but one whole PUT appears at once or not at all.
         ask(filesystem, "pipe_file", path, buffer.getvalue(), until=until)
         return
@@ -361,12 +362,3 @@ def _force_to_disk(path: str) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _exists(filesystem: Any, path: str) -> bool:
-    """Whether a file is there; fsspec's own `exists` says no for every error, a time-out too."""
-    try:
-        ask(filesystem, "info", path)
-    except FileNotFoundError:
-        return False
-    return True

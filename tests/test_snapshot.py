@@ -216,7 +216,8 @@ def test_a_store_that_does_not_answer_is_not_an_empty_one(monkeypatch):
         raise TimeoutError("no answer")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(filesystem), "info", no_answer)
+        for question in ("info", "cp_file"):  # whichever is asked
+            patch.setattr(type(filesystem), question, no_answer)
         with pytest.raises(OSError, match="no answer"):
             save_snapshot(small_snapshot(2), url)
     assert is_snapshot_of(1, load_snapshot(url))
