@@ -1,8 +1,8 @@
-"""What does fault tolerance cost? The agreement of the ranks in every step, and the stall of a snapshot.
+"""What does fault tolerance cost? The agreement of the ranks in every step, the stall of a snapshot; and an evaluation.
 
 The default model is trained for some steps, with and without the agreement on signals, orphans and finite numbers, in
-turns; then it is saved again and again, with and without fsync. Milliseconds, medians. Run it with torchrun
-(`torchrun --standalone --nproc_per_node=2 benchmarks/fault_tolerance.py`) to measure it between ranks.
+turns; then it is saved again and again, with and without fsync, and evaluated. Milliseconds, medians.
+`torchrun --standalone --nproc_per_node=2 benchmarks/fault_tolerance.py` measures it between ranks.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from config import Config
 from distributed import process_group
 from main import build_trainer
 from report import Reporter
-from trainer import Trainer
+from trainer import Trainer, sample
 
 
 def milliseconds(function: object, times: int) -> float:
@@ -68,6 +68,9 @@ def main() -> None:
         os.fsync = lambda descriptor: None  # type: ignore[assignment]
         without_fsync = milliseconds(lambda: trainer._save(), rounds * 4)
         os.fsync = fsync
+        evaluation = milliseconds(trainer.evaluate, rounds)
+        passage = milliseconds(lambda: trainer.evaluate_on(trainer.train_passage), rounds)
+        line = milliseconds(lambda: sample(trainer, 64), rounds)
         if ranks.is_main:
             size = os.path.getsize(url) / 1e6
             with_, without = (statistics.median(durations[name]) for name in ("with", "without"))
@@ -77,6 +80,9 @@ def main() -> None:
                 ["the agreement alone", f"{alone:.3f} ({100 * alone / without:.2f} % of a step)"],
                 [f"a snapshot ({size:.1f} MB)", f"{saving:.1f}"],
                 ["the same without fsync", f"{without_fsync:.1f}"],
+                ["an evaluation", f"{evaluation:.1f}"],
+                ["the loss on the passage of the training text", f"{passage:.1f}"],
+                ["a sample of 64 characters", f"{line:.1f}"],
             ]
             print_table([f"{ranks.world_size} ranks", "ms"], rows)
 

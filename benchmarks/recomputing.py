@@ -3,8 +3,6 @@
 One thread, in turns, each measurement in a fresh process: the bytes that the process grows by at most while the model
 is made and takes steps (Linux), beside what the plan says, and the seconds of a step.
 
-    python benchmarks/recomputing.py [--rounds N] [--steps N] [--quick] [overrides ...]
-
     python benchmarks/recomputing.py [--rounds N] [--steps N] [--quick] [--text FILE] [group.key=value ...]
 """
 
