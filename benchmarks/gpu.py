@@ -50,12 +50,12 @@ from omegaconf import OmegaConf
 from startup import seconds_to_first_step
 from time_to_loss import Run, read_curve
 from torch import Tensor
-from train_throughput import model_flops
 
 from config import Config
 from corpus import download_corpus
 from distributed import leave, process_group
 from main import build_trainer
+from plan import model_flops
 from report import peak_memory
 from snapshot import load_snapshot
 from trainer import Trainer, run_eagerly, sample
@@ -219,7 +219,7 @@ def time_steps(trainer: Trainer, warm_up: int, steps: int) -> Result:
         "evaluation_ms": evaluation,
         "sample_ms": short_sample,
         "peak_memory_gb": peak,
-        "model_flops_per_token": model_flops(trainer),
+        "model_flops_per_token": model_flops(trainer.raw_model),
         "dtype": str(trainer.dtype).removeprefix("torch."),
     }
 

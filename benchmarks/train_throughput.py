@@ -47,30 +47,11 @@ from torch.nn.utils import clip_grad_norm_
 from config import Config
 from distributed import leave, process_group
 from main import build_trainer
-from optimizer import split_parameters
+from plan import matrix_rate, model_flops, muon_flops
 from trainer import Trainer
 
 PLAIN = ["trainer_config.use_amp=false", "optimizer_config.name=adamw"]  # ours without bfloat16 and Muon
 WARM_UP = 5  # optimizer steps before the clock starts
-
-
-def model_flops(trainer: Trainer) -> float:
-    """Floating-point operations a token of forward and backward: 6 M + 12 L T C."""
-    c = trainer.raw_model.config
-    matrices = sum(p.numel() for p in split_parameters(trainer.raw_model)[0]) + c.vocab_size * c.n_embd
-    return 6.0 * matrices + 12.0 * c.n_layer * c.block_size * c.n_embd
-
-
-def muon_flops(trainer: Trainer) -> float:
-    """Floating-point operations a token of Newton-Schulz products; 0 for AdamW."""
-    if trainer.optimizer_config.name != "muon":
-        return 0.0
-    operations = 0
-    for p in split_parameters(trainer.raw_model)[0]:
-        pieces = 3 if p.size(0) == 3 * p.size(1) else 1  # queries, keys and values are taken apart
-        r, c = sorted((p.size(0) // pieces, p.size(1)))
-        operations += 4 * pieces * (4 * r * r * c + 2 * r**3)
-    return operations / (trainer.config.batch_size * trainer.block_size)
 
 
 def hugging_face_step(trainer: Trainer, batches: Iterator[tuple[Tensor, Tensor]]) -> Callable[[], None]:
@@ -127,25 +108,18 @@ def measure_training(name: str, text: str, steps: int, overrides: list[str]) -> 
         for _ in range(steps):
             step()
         seconds = time.perf_counter() - begin
+        tokens = trainer.config.batch_size * trainer.block_size  # in a step
         return {
-            "tokens_per_second": steps * trainer.config.batch_size * trainer.block_size / seconds,
-            "model_flops": model_flops(trainer),
-            "muon_flops": muon_flops(trainer),
+            "tokens_per_second": steps * tokens / seconds,
+            "model_flops": model_flops(trainer.raw_model),
+            "muon_flops": muon_flops(trainer.raw_model) / tokens if trainer.optimizer_config.name == "muon" else 0.0,
         }
 
 
-def measure_matrix_rate(n: int, repetitions: int) -> Figures:
+def measure_matrix_rate(n: int) -> Figures:
     """Operations a second of square matrix products, the best of several, in bfloat16 and float32."""
-    rates = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
-        best = float("inf")
-        for _ in range(repetitions):
-            begin = time.perf_counter()
-            torch.mm(a, b)
-            best = min(best, time.perf_counter() - begin)
-        rates[str(dtype).removeprefix("torch.")] = 2.0 * n**3 / best
-    return rates
+    types = (torch.bfloat16, torch.float32)
+    return {str(dtype).removeprefix("torch."): matrix_rate(torch.device("cpu"), dtype, n) for dtype in types}
 
 
 def compare_with_others(measure: Callable[..., Callable[[], Figures]], rounds: int, thread_counts: list[int]) -> None:
@@ -227,7 +201,7 @@ def main() -> None:
     if arguments.quick:
         arguments.rounds, arguments.steps = 1, 5
     if arguments.measure == "matrices":
-        report(measure_matrix_rate(n=1024 if arguments.quick else 2048, repetitions=10))
+        report(measure_matrix_rate(n=1024 if arguments.quick else 2048))
         return
     if arguments.measure:
         report(measure_training(arguments.measure, str(arguments.text), arguments.steps, arguments.overrides))
