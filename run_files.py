@@ -21,6 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from distributed import load_weights
+from hugging_face import is_directory, read_directory
 from snapshot import (
     Snapshot,
     best_url,
@@ -252,7 +253,7 @@ def load_base(url: str, own: Snapshot | None) -> Snapshot:
     """The model to fine-tune and its vocabulary: {"model_config", "vocabulary", "model"}.
 
     Args:
-        url: the snapshot of another run, trainer_config.init_from.
+        url: the snapshot of another run, or the directory of a Hugging Face GPT-2, trainer_config.init_from.
         own: the snapshot that this run goes on from. It has them too: the one that it began with may be gone by then.
 
     Raises:
@@ -260,7 +261,7 @@ def load_base(url: str, own: Snapshot | None) -> Snapshot:
     """
     if own is None:
         try:
-            base = load_snapshot(url)
+            base = read_directory(url) if is_directory(url) else load_snapshot(url)
         except FileNotFoundError as error:
             raise ValueError(
                 f"trainer_config.init_from={url}: there is no snapshot; train that model first, or name another"
