@@ -14,6 +14,7 @@ import glob
 import json
 import os
 import shutil
+import signal
 import sys
 import uuid
 from pathlib import Path
@@ -158,8 +159,13 @@ def make_room(target: str) -> None:
 def main() -> None:
     """`export`, with one line and exit code 1 for what the user can mend."""
     arguments = parse_arguments()
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # now there is something to clear away
     try:
         written = export(arguments)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
     except (ValueError, OSError) as error:
         environment.remove_directories()
         sys.exit(f"error: {' '.join(str(error).split())}")

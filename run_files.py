@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from distributed import load_weights
-from hugging_face import is_directory, read_directory
+from from_hugging_face import is_directory, read_directory
 from snapshot import (
     Snapshot,
     best_url,

@@ -19,7 +19,9 @@ ALLOWED = {
     "sharding": {"distributed", "model"},
     "snapshot": set(),
     "snapshot_contents": {"char_dataset", "model", "optimizer", "snapshot"},
-    "run_files": {"distributed", "snapshot", "snapshot_contents"},
+    "hugging_face": {"model", "snapshot"},
+    "from_hugging_face": {"hugging_face", "model", "snapshot"},
+    "run_files": {"distributed", "from_hugging_face", "snapshot", "snapshot_contents"},
     "report": {"config", "environment", "model", "snapshot", "snapshot_contents"},  # all but one for its table of runs
     "config": {"char_dataset", "model", "optimizer"},
     "machines": {"char_dataset", "distributed", "snapshot"},
@@ -36,6 +38,8 @@ ALLOWED = {
     "interactive": {"char_dataset", "sampling"},
     "generate": {"char_dataset", "environment", "interactive", "model", "sampling", "snapshot", "snapshot_contents"},
     "look": {"char_dataset", "environment", "generate", "model", "page_data"},  # it finds its snapshot as generate does
+    "export": {"char_dataset", "environment", "generate", "hugging_face", "model", "model_card", "snapshot"},
+    "model_card": {"char_dataset", "page_data", "snapshot"},  # the curves, as the page shows them
     "page_data": {"char_dataset", "corpus", "model", "report", "run_files", "snapshot"},
 }
 

@@ -17,6 +17,7 @@ from conftest import PROJECT, SAMPLE_TEXT, TINY_SIZES, run_program
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+import export
 import generate
 import look
 import main  # noqa: F401 (registers the schema and the recipes with Hydra)
@@ -231,6 +232,9 @@ def test_commands_are_valid(document: str, command: str, monkeypatch: pytest.Mon
     if script == "look.py":
         monkeypatch.setattr(sys, "argv", [script, *arguments])
         look.parse_arguments()
+    if script == "export.py":
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        export.parse_arguments()
     if script == "main.py":
         overrides = [argument for argument in arguments if "=" in argument]
         sweeps = [[o] for o in overrides]
@@ -263,7 +267,7 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
         line
         for block in re.findall(r"^```\n(.*?)^```$", DOCUMENTS["README.md"], flags=re.MULTILINE | re.DOTALL)
         for line in block.splitlines()
-        if re.search(r"\b(main|generate|look|report)\.py\b", line) and not re.search("HOST|per_node=gpu", line)
+        if re.search(r"\b(main|generate|look|report|export)\.py\b", line) and not re.search("HOST|per_node=gpu", line)
     ]
     assert len(lines) >= 10
     for line in lines:
