@@ -133,7 +133,7 @@ def check(folder: str, snapshot: Snapshot) -> str:
     greedy = theirs.generate(prompt, attention_mask=prompt**0, do_sample=False, max_new_tokens=new)
     if not is_same_choice(ours, mine[0], greedy[0]):
         raise ValueError("the check failed: the greedy texts differ")
-    return f"; logits differ by {difference:.0e} at most, greedy text is the same"
+    return f"; logits differ by {difference:.0e} at most, greedy text agrees"
 
 
 def is_same_choice(model: GPT, text: Tensor, other: Tensor) -> bool:
