@@ -18,7 +18,7 @@ from snapshot import load_snapshot
 linux = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into /proc")
 
 
-@pytest.mark.parametrize("name", ["environment.py", "main.py", "generate.py", "look.py", "export.py"])
+@pytest.mark.parametrize("name", ["environment.py", "main.py", "generate.py", "look.py", "export.py", "report.py"])
 def test_an_old_python_can_read_the_first_files(name):
     """Catches a SyntaxError in place of the line that says which Python is needed."""
     ast.parse((PROJECT / name).read_text(encoding="utf-8"), feature_version=(3, 7))
@@ -37,7 +37,7 @@ def test_another_python_is_one_line(version, name):
 
 def test_the_environment_is_settled_before_torch_is_loaded():
     """Catches an import that somebody has sorted: OpenMP reads its settings when torch loads it, and never again."""
-    for name in ("main.py", "generate.py", "look.py", "export.py"):
+    for name in ("main.py", "generate.py", "look.py", "export.py", "report.py"):
         body = ast.parse((PROJECT / name).read_text(encoding="utf-8")).body
         first = next(node for node in body if isinstance(node, ast.Import | ast.ImportFrom))
         assert ast.unparse(first) == "import environment"
