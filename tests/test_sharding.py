@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import read_losses
+from filelock import FileLock
 from test_trainer import DROPOUT, StopHereError, make_trainer, stop_in_step
 
 import sharding
@@ -36,9 +37,9 @@ def free_port() -> int:
 
 
 def run_as_rank(rank: int, folder: Path, ports: dict[int, int]) -> None:
-    """One of four processes, which are the ranks of worlds of one, two, three and four ranks in turn."""
+    """One of so many processes, which are the ranks of worlds of one, two, three and four ranks in turn."""
     torch.set_num_threads(1)
-    for world in WORLDS:
+    for world in ports:
         if rank >= world:
             continue
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": ports[world]}
@@ -66,14 +67,15 @@ def run_as_rank(rank: int, folder: Path, ports: dict[int, int]) -> None:
 def go_on_as_rank(rank: int, folder: Path, ports: dict[int, int]) -> None:
     """The same processes go on with what every one of WRITERS has left."""
     torch.set_num_threads(1)
-    for world in WORLDS:
+    for world in ports:
         readers = [strategy for strategy in STRATEGIES if (world, strategy) in WRITERS]
         if rank >= world or not readers:
             continue
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": ports[world]}
         os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
         with process_group(2.0) as ranks:
-            for strategy, (writers, other) in itertools.product(readers, WRITERS):
+            writers_there = [(writers, other) for writers, other in WRITERS if writers in ports]
+            for strategy, (writers, other) in itertools.product(readers, writers_there):
                 run_dir = folder / f"from-{writers}-{other}-by-{world}-{strategy}"
                 if ranks.is_main:
                     shutil.copytree(folder / f"from-{writers}-{other}", run_dir)
@@ -104,13 +106,24 @@ def look_closer(file: Path, key: str, ranks: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The folder of all runs that the tests below compare, by real processes."""
-    folder = tmp_path_factory.mktemp("sharding")
-    for program in (run_as_rank, go_on_as_rank):
-        ports = {world: free_port() for world in WORLDS}
-        torch.multiprocessing.spawn(program, (folder, ports), nprocs=max(WORLDS))
+def runs(request, tmp_path_factory, worker_id):
+    """The folder of all runs that the tests below compare, by real processes; with three and four ranks if asked."""
+    shared = tmp_path_factory.getbasetemp()
+    if worker_id != "master":  # one of pytest-xdist's workers: whoever comes first makes it for all of them
+        shared = shared.parent
+    folder = shared / "sharding"
+    is_slow = any(item.get_closest_marker("slow") and item.path == request.path for item in request.session.items)
+    with FileLock(f"{folder}.lock"):
+        for program in (run_as_rank, go_on_as_rank) if not folder.exists() else ():
+            folder.mkdir(exist_ok=True)
+            ports = {world: free_port() for world in (WORLDS if is_slow else WORLDS[:2])}
+            torch.multiprocessing.spawn(program, (folder, ports), nprocs=max(ports))
     return folder
+
+
+def slow_beyond_two(values, ranks=lambda value: value[0]):
+    """Parameters of tests, of which those with more than two ranks are marked slow."""
+    return [pytest.param(value, marks=pytest.mark.slow if ranks(value) > 2 else ()) for value in values]
 
 
 # The order in which float32 numbers are added differs with the number of ranks: some 1e-7 of a loss in a step, and
@@ -118,12 +131,11 @@ def runs(tmp_path_factory):
 TOLERANCE = 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("world", "strategy"), RUNS)
-def test_the_numbers_are_those_of_one_rank(runs, world, strategy, name):
+@pytest.mark.parametrize("run", slow_beyond_two(RUNS))
+def test_the_numbers_are_those_of_one_rank(runs, run, name):
     """Catches shards that are updated, clipped, accumulated or averaged in another way than the whole."""
-    run, reference = runs / f"{world}-{strategy}-{name}", runs / f"1-ddp-{name}"
+    run, reference = runs / f"{run[0]}-{run[1]}-{name}", runs / f"1-ddp-{name}"
     for tag, count in (("train/loss", 20), ("eval/loss", 2), ("train/grad_norm", 20), ("train/param_norm", 20)):
         there, here = read_losses(reference, tag), read_losses(run, tag)
         assert len(here) == count
@@ -151,9 +163,8 @@ def assert_close(here: dict[str, Any], there: dict[str, Any]) -> None:
         torch.testing.assert_close(here[name], value, rtol=1e-3, atol=atol)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reader", WRITERS)
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("reader", slow_beyond_two(WRITERS))
+@pytest.mark.parametrize("writer", slow_beyond_two(WRITERS))
 def test_a_snapshot_goes_on_under_any_strategy_and_number_of_ranks(runs, writer, reader):
     """Catches state that only the strategy or the number of ranks that wrote it can read."""
     end = runs / "from-{}-{}-by-{}-{}".format(*writer, *reader)
@@ -166,7 +177,6 @@ def test_a_snapshot_goes_on_under_any_strategy_and_number_of_ranks(runs, writer,
     assert_close(b["model"], a["model"])
 
 
-@pytest.mark.slow
 def test_a_best_snapshot_between_two_saves(runs):
     """Catches weights that an evaluation leaves gathered: saved as such, their memory can't be given free."""
     ddp, fsdp = (load_snapshot(str(runs / f"between-{strategy}" / "gpt_snapshot.best.pt")) for strategy in STRATEGIES)
@@ -174,8 +184,7 @@ def test_a_best_snapshot_between_two_saves(runs):
     assert_close(fsdp["model"], ddp["model"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", slow_beyond_two(WORLDS, ranks=lambda world: world))
 def test_ranks_hold_shares_and_drop_and_evaluate_as_before(runs, world):
     """Catches ranks that hold everything, draw other masks than under DDP, or hang where one has no window left."""
     whole = torch.load(runs / "1-ddp-rank0.pt", weights_only=True)
