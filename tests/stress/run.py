@@ -1,4 +1,4 @@
-"""The stress test of fault tolerance: `python tests/stress/run.py`, half an hour on two busy cores, Linux only.
+"""The stress test of fault tolerance: `python tests/stress/run.py`, twelve minutes on two idle cores, Linux only.
 
 Not part of the default suite, which holds a fast version of each of these. Faults are done for real, at random
 moments that `--seed` repeats as far as processes allow; the end must be as if nothing had been. The last thing
