@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -379,6 +380,9 @@ def leave(code: int) -> NoReturn:
     gloo's threads outlive `destroy_process_group` where DDP has used them, and when Python clears away the tensors
     that they still hold, it sometimes aborts: a run that succeeded would end with SIGABRT, and be restarted.
     """
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":  # of a loader that has ended: what it still holds would count as leaked
+            thread.join(timeout=5)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

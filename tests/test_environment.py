@@ -211,11 +211,15 @@ def test_python_3_14s_check_of_help_texts(tmp_path):
 def test_the_loaders_processes_under_every_start_method(method, tmp_path):
     """Catches what only forked workers can do, and a warning about a leaked semaphore at the end of the run.
 
-    Python 3.14 starts processes by forkserver on Linux; macOS and Windows spawn them.
+    Python 3.14 starts processes by forkserver on Linux; macOS and Windows spawn them. The thread that fills a loader's
+    queue, which holds two semaphores, ends late here, as it may on a busy machine.
     """
     script = (
-        "import multiprocessing, runpy, sys\n"
+        "import multiprocessing, multiprocessing.queues, runpy, sys, time\n"
+        "def end_late(*args, feed=multiprocessing.queues.Queue._feed):\n"
+        "    feed(*args); time.sleep(1)\n"
         "if __name__ == '__main__':\n"
+        "    multiprocessing.queues.Queue._feed = staticmethod(end_late)\n"
         "    multiprocessing.set_start_method(sys.argv[1]); sys.argv = sys.argv[2:]; sys.path.insert(0, '.')\n"
         "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
