@@ -84,8 +84,7 @@ def find_snapshot(url: str | None) -> tuple[Snapshot, str]:
             continue
         return snapshot, candidate
     raise ValueError(
-        f"there is no snapshot at {url or latest}; train one first with torchrun --standalone main.py, "
-        "or name another with --snapshot"
+        f"there is no snapshot at {url or latest}; train one first with python main.py, or name another with --snapshot"
     )
 
 

@@ -97,7 +97,9 @@ def obey(line: str, arguments: argparse.Namespace) -> str:
         arguments.seed = None
         return "seed is none now"
     if name not in COMMANDS:
-        raise ValueError(f"{name}: there are {', '.join(COMMANDS)} and /help; a text can't begin with /")
+        raise ValueError(
+            f"{name}: there are {', '.join(COMMANDS)} and /help; a text can't begin with /, and Ctrl-D ends"
+        )
     kind, words = COMMANDS[name]
     number: Any
     try:

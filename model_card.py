@@ -24,14 +24,16 @@ The architecture is GPT-2's, and each token is one character.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-folder = "."  # where this file is
+folder = "."  # start this in the folder of this file, or put its path here
 model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
 prompt = tokenizer({start!r}, return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt)[0]))
 ```
 
-* The tokenizer knows {V} characters and raises an error at any other one. It replaces nothing and leaves nothing out.
+* The text is drawn at random, at a temperature of 0.8: `generation_config.json`.
+* The tokenizer knows {V} characters and raises an error at any other one ("WordLevel error: Missing [UNK] token"). It
+  replaces nothing and leaves nothing out.
 * Prompt and continuation together have at most {T} characters: there are no positions beyond.
 * No token begins, ends or pads a text.
 * The licenses of the text and of the weights are not known to the program that wrote this file.
@@ -84,7 +86,7 @@ def facts(snapshot: Snapshot, url: str) -> dict[str, str]:
         points = [(at, loss) for at, loss in (curves or {}).get(name, []) if at <= step]
         if points:
             known[f"{name} loss, nats a character"] = "{1:.4f} at step {0:,}".format(*points[-1])
-    if best < math.inf:
+    if best < min((loss for _, loss in points), default=math.inf):  # the curve may know better
         at = f" at step {snapshot['best_step']:,}" if "best_step" in snapshot else ""
         known["lowest evaluation loss when this was saved"] = f"{best:.4f}{at}"
     if "torch_version" in snapshot:

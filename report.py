@@ -105,7 +105,7 @@ class Reporter:
         self._write("add_scalar", "eval/bits_per_char", bits, step)
         self._write("add_scalar", "eval/train_loss", train_loss, step)
         if text:
-            log.info("    %s", " / ".join(text.splitlines()))  # one sees it learn to spell
+            log.info('    "%s"', " / ".join(text.splitlines()))  # one sees it learn to spell
             self._write("add_text", "samples", "\n".join(f"    {line}" for line in text.split("\n")), step)
 
     def flush(self) -> None:
@@ -130,23 +130,27 @@ class Reporter:
         self._write_hyperparameters(best_loss, step)
         self.close()
         if text:
-            log.info("a sample:\n\n%s\n", text)
+            log.info("a sample of step %d:\n\n%s\n", step, text)
         tokens, seconds = (step - self.first_step) * tokens_per_step, time.perf_counter() - self._began
-        speed = f", {tokens:,} tokens in {seconds:.0f} s" if tokens else ""
+        since = " since this start" if self.first_step else ""
+        speed = f", {tokens:,} tokens in {seconds:.0f} s{since}" if tokens else ""
         train_loss, loss = self.losses
         log.info("finished: %d steps, evaluation loss %.4f, best %.4f%s", step, loss, best_loss, speed)
         if self.dry_run:
             log.info("that was a dry run: model, text and machine fit together, and of the run nothing was written")
             return
-        for line in lesson(train_loss, loss, best_loss, best_step, step):
+        learned = lesson(train_loss, loss, best_loss, best_step, step)
+        for line in learned:
             log.info("%s", line)
         cap = self.config.get("trainer_config.max_steps")
         key = "max_steps" if cap is not None and cap <= step else "max_epochs"
         if step < self.total_steps:
             key = "patience"
         log.info("written: %s", self.run_dir)
-        log.info("to write text: %s", generate_command(best_snapshot))
-        log.info("to go on, raise trainer_config.%s; to start over, set trainer_config.resume=false", key)
+        log.info("to write text: %s", command("generate.py", best_snapshot))
+        log.info("to look into it: %s", command("look.py", best_snapshot))
+        go_on = f"to go on, raise trainer_config.{key}; " if len(learned) == 1 else ""  # no advice against the other
+        log.info("%sto start over, set trainer_config.resume=false", go_on)
 
     def _write_hyperparameters(self, best_loss: float, step: int) -> None:
         """Fill TensorBoard's HParams tab, by three records; add_hparams would make a run of its own for them."""
@@ -179,8 +183,8 @@ def lesson(train_loss: float, loss: float, best_loss: float, best_step: int, ste
     lines = [f"learned: {train_loss:.2f} on the text it trained on, {loss:.2f} on unseen text"]
     # If the loss had risen on both texts, a learning rate would be too high.
     if loss > best_loss + 0.01 and train_loss < best_loss:
-        lines.append(f"lowest on unseen text at step {best_step:,} of {step:,}, with {best_loss:.2f}: after that")
-        lines.append("it learned its text by heart; try more dropout (gpt_config.resid_pdrop=0.2) or fewer epochs")
+        lines.append(f"unseen text: lowest at step {best_step:,} of {step:,} ({best_loss:.2f}, the best snapshot)")
+        lines.append("after that it learned its text by heart; try gpt_config.resid_pdrop=0.2 or fewer epochs")
     return lines
 
 
@@ -225,7 +229,8 @@ class Run:
     """What a run directory says of its run."""
 
     name: str
-    loss: float  # the lowest on the evaluation text, nats a character; NaN before the first evaluation
+    text: str  # fingerprint of the text: losses on different texts can't be compared
+    loss: float  # the lowest on the evaluation text, nats a character; infinite before the first evaluation
     steps: int
     parameters: int
     seconds: float  # of training, without evaluations and snapshots; 0 where there are no curves
@@ -244,9 +249,12 @@ def main() -> None:
     runs = []
     for place in sorted(places):
         try:
-            runs.append(read_run(place, str(place.relative_to(folder))))
+            runs.append(read_run(place, str(place.relative_to(folder.parent if place == folder else folder))))
         except Exception as error:  # noqa: PERF203 - odd contents raise almost anything
-            print(f"skipped {place}: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            print(f"skipped {place}: {reason}", file=sys.stderr)
+    if not runs:
+        sys.exit("error: none of these runs can be read")
     print(run_table(runs))
 
 
@@ -258,6 +266,8 @@ def read_run(run_dir: Path, name: str) -> Run:
     from snapshot_contents import check_contents
 
     url = str(run_dir / "gpt_snapshot.pt")
+    if not Path(url).exists():
+        raise FileNotFoundError("there is no gpt_snapshot.pt; trainer_config.snapshot_path may lead elsewhere")
     snapshot = load_snapshot(url)
     check_contents(snapshot, url)
     with torch.device("meta"):  # no memory: it is only counted
@@ -265,10 +275,10 @@ def read_run(run_dir: Path, name: str) -> Run:
     config, step = snapshot["config"], snapshot["step"]
     defaults = json.loads(json.dumps(asdict(Config())))  # with lists for tuples, as in YAML
     settings = [
-        f"{group}.{key}={value}"
+        f"{group}.{key}={value if isinstance(value, str) else json.dumps(value)}"  # as one types it: null, true
         for group, values in config.items()
         for key, value in values.items()
-        if value != defaults[group].get(key)
+        if value != defaults[group].get(key) and key != "resume"  # how it was started, and not what it is
     ]
     events = read_events(run_dir)
     losses, speeds = scalars(events, "eval/loss"), scalars(events, "train/tokens_per_second")
@@ -278,16 +288,25 @@ def read_run(run_dir: Path, name: str) -> Run:
     before, seconds = 0, 0.0
     for at, speed in speeds:  # of the steps since the last report
         before, seconds = at, seconds + (at - before) * tokens_per_step / speed
-    return Run(name, loss, step, parameters, seconds, before * tokens_per_step / seconds if seconds else 0.0, settings)
+    speed = before * tokens_per_step / seconds if seconds else 0.0
+    return Run(name, snapshot["corpus"], loss, step, parameters, seconds, speed, settings)
 
 
 def run_table(runs: list[Run]) -> str:
-    """One line for each run, the lowest loss first."""
+    """One line for each run, the lowest loss first; runs of one text stand together."""
+
+    def order(run: Run) -> tuple[bool, float]:
+        return not math.isfinite(run.loss), run.loss
+
     lines = ["  loss    steps   parameters  seconds  tokens/s  run, and what it sets other than the defaults"]
-    for run in sorted(runs, key=lambda run: (not math.isfinite(run.loss), run.loss)):
-        speed = f"{run.seconds:7,.0f}  {run.speed:8,.0f}" if run.seconds else f"{'?':>7}  {'?':>8}"
-        words = " ".join([run.name, *run.settings])
-        lines.append(f"{run.loss:6.4f}  {run.steps:7,}  {run.parameters:11,}  {speed}  {words}")
+    texts = list(dict.fromkeys(run.text for run in sorted(runs, key=order)))  # that of the lowest loss first
+    for text in texts:
+        if text != texts[0]:
+            lines.append("another text, whose losses don't compare with those above:")
+        for run in sorted((run for run in runs if run.text == text), key=order):
+            speed = f"{run.seconds:7,.0f}  {run.speed:8,.0f}" if run.seconds else f"{'?':>7}  {'?':>8}"
+            words = " ".join([run.name, *run.settings])
+            lines.append(f"{run.loss:6.4f}  {run.steps:7,}  {run.parameters:11,}  {speed}  {words}")
     return "\n".join(lines)
 
 
@@ -333,9 +352,9 @@ def short_number(number: float) -> str:
     return f"{number:,.0f}" if number < 999_999.5 else f"{number / 1e6:,.1f}M"
 
 
-def generate_command(snapshot: str) -> str:
-    """What to type to write text with a snapshot, wherever the run was started and whatever the snapshot is called."""
-    program = Path(__file__).with_name("generate.py")
+def command(name: str, snapshot: str) -> str:
+    """What to type to start a program with a snapshot, wherever the run was started and whatever both are called."""
+    program = Path(__file__).with_name(name)
     place = program.name if Path.cwd() == program.parent else str(program)
     return shlex.join(["python", place, "--snapshot", snapshot])
 

@@ -186,7 +186,7 @@ class Trainer:
         sums = gather_on_main(list(self._sum_losses(codes)), self.ranks)
         if len(sums) > 1:
             per_rank = ", ".join(f"{loss_sum / max(count, 1):.4f} on {count:.0f}" for loss_sum, count in sums)
-            log.info("losses of the ranks: %s characters", per_rank)
+            log.info("losses of the ranks, text of %d characters: %s characters", len(codes), per_rank)
         # Sum first, divide once: ranks may hold different counts. Only rank 0 has anything to sum.
         mean = sum(s for s, _ in sums) / sum(count for _, count in sums) if sums else 0.0
         return float(broadcast_from_main(mean))
@@ -278,7 +278,8 @@ class Trainer:
         if state.stop_signal:
             self.reporter.close()
             name = signal.Signals(state.stop_signal).name
-            log.info("stopped by %s after step %d of %d; start again to go on", name, self.step, state.total_steps)
+            how = "start again" if self.config.resume else "start again without trainer_config.resume=false"
+            log.info("stopped by %s after step %d of %d; %s to go on", name, self.step, state.total_steps, how)
         else:
             tokens = self.config.batch_size * self.block_size  # in a step
             best, text = best_url(self.snapshot_path), sample(self, self.config.sample_tokens)
@@ -339,7 +340,8 @@ class Trainer:
         began = snapshot["config"].get("trainer_config", {}).get("init_from")
         self.full_config["trainer_config"]["init_from"] = began
         for name, was, now in differences(snapshot["config"], self.full_config):
-            log.info("the configuration has changed and wins: %s was %s, is %s", name, was, now)
+            if name != "trainer_config.resume":  # no property of the run
+                log.info("the configuration has changed and wins: %s was %s, is %s", name, was, now)
         if self.step >= self.state.total_steps:
             log.info("this run is already finished: there is nothing left to train")
 

@@ -185,7 +185,7 @@ function say_sums(R, error, firsts) {
     for (let row = 1; row < R; row++) even += 1 / (row + 1) / (R - 1);
     const greatest = Math.max(...firsts), which = firsts.indexOf(greatest);
     words += " “First” is the share of its attention that a head gives to the first character, on average. " +
-      `If all characters counted alike, it would be ${percent(even)}. A head that finds nothing often looks there. ` +
+      `If all characters counted alike, it would be ${percent(even)}. A head that finds nothing may look there. ` +
       `The greatest share is ${percent(greatest)}, of head ${(which % H) + 1} in block ${Math.floor(which / H) + 1}.`;
   }
   $("sums").textContent = words;
@@ -258,7 +258,7 @@ function draw_agreement() {
   for (let i = 1; i <= guessed; i++) reading.likeliest(i).forEach(count);
   const shares = agreed.map((count, i) => `${after_block(i)} ${((100 * count) / guessed).toFixed(0)} %`);
   $("agreement").textContent = guessed === 0 ? ""
-    : `In how much of this text the likeliest character is already that of the end: ${shares.join(", ")}.`;
+    : `How often in this text the likeliest character is the final one already: ${shares.join(", ")}.`;
 }
 
 // ------------------------------------------------------------------------------------------------------------- 4. live
@@ -420,8 +420,9 @@ function draw_learned() {
 function make_learned() {
   $(data.learned ? "no-curve" : "curves").hidden = true;
   if (!data.learned) return;
-  const { samples, evaluation } = data.learned, last = Math.max(0, samples.length - 1);
-  Object.assign($("moment"), { max: last, value: last }).addEventListener("input", draw_learned);
+  const { samples, evaluation } = data.learned, max = Math.max(0, samples.length - 1);
+  const mine = samples.findLastIndex(([step]) => step <= (data.step ?? Infinity)); // of the model that the page carries
+  Object.assign($("moment"), { max, value: Math.max(0, mine) }).addEventListener("input", draw_learned);
   $("samples").hidden = samples.length === 0;
   const rows = evaluation.map(([step, loss]) => [number(step), loss.toFixed(4), (loss / Math.LN2).toFixed(4)]);
   table($("losses"), ["step", "evaluation loss, nats", "bits"], rows);

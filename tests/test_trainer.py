@@ -616,8 +616,8 @@ def test_the_long_sample_is_made_once_at_the_end(alone, tmp_path, monkeypatch, c
     with caplog.at_level(logging.INFO):
         make_trainer(tmp_path, "trainer_config.sample_tokens=300", ranks=alone).fit()
     assert lengths == [64, 64, 300]
-    (message,) = [message for message in caplog.messages if message.startswith("a sample:")]
-    assert len(message.removeprefix("a sample:\n\n").removesuffix("\n")) == 300
+    (message,) = [message for message in caplog.messages if message.startswith("a sample of")]
+    assert len(message.removeprefix("a sample of step 20:\n\n").removesuffix("\n")) == 300
 
     lengths.clear()
     make_trainer(tmp_path / "short", "trainer_config.sample_tokens=20", ranks=alone).fit()
