@@ -28,6 +28,7 @@ from hugging_face import NO_TOKENS, package, to_hugging_face, tokenizer
 from model import GPT, GPTConfig
 from model_card import card
 from snapshot import Snapshot, local_path
+from snapshot_contents import check_contents
 
 TOLERANCE = 1e-4  # between our logits and theirs: a hundred times the rounding of float32
 
@@ -59,11 +60,10 @@ def export(arguments: argparse.Namespace) -> str:
     """
     for name in ("safetensors.torch", *(("tokenizers", "transformers") if arguments.check else ())):
         package(name)
-    target = local_path(arguments.to)
-    if target is None:
-        raise ValueError(f"--to={arguments.to}: must be a directory on this machine's disks")
-    make_room(target)
+    target = find_place(arguments.to)
     snapshot, url = find_snapshot(arguments.snapshot)
+    if "step" in snapshot:
+        check_contents(snapshot, url)  # the card tells of the training, too
     temporary = f"{target}.{uuid.uuid4().hex}.tmp"
     try:
         os.makedirs(temporary)
@@ -127,10 +127,13 @@ def check(folder: str, snapshot: Snapshot) -> str:
     idx = torch.tensor([codes[-T:]])  # (1, T)
     difference = (ours(idx)[0] - theirs(idx).logits).abs().max().item()
     if not difference <= TOLERANCE:  # nor may it be no number
-        raise ValueError(f"the check failed: logits differ by {difference:.2g}, and {TOLERANCE} is allowed")
+        raise ValueError(
+            f"the check failed: logits differ by {difference:.2g}, and {TOLERANCE} is allowed; if that is the rounding "
+            "of very large logits, leave the check out with --no-check"
+        )
     prompt, new = vocabulary.encode(vocabulary.start)[None], min(T, 100)  # (1, 1)
     mine = ours.generate(prompt, new)  # (1, 1 + new)
-    greedy = theirs.generate(prompt, attention_mask=prompt**0, do_sample=False, max_new_tokens=new)
+    greedy = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=new)
     if not is_same_choice(ours, mine[0], greedy[0]):
         raise ValueError("the check failed: the greedy texts differ")
     return f"; logits differ by {difference:.0e} at most, greedy text agrees"
@@ -148,12 +151,23 @@ def is_same_choice(model: GPT, text: Tensor, other: Tensor) -> bool:
 # ------------------------------------------------------------------------- armour: occupied places, wrong arguments
 
 
-def make_room(target: str) -> None:
-    """Remove what a killed export to the same place has left. Raises ValueError where something else is there."""
+def find_place(to: str) -> str:
+    """The directory to make; what a killed export to the same place has left is removed.
+
+    Raises:
+        ValueError: it is in a store, or something is there.
+    """
+    try:
+        target = local_path(to)
+    except ImportError:  # of a store whose package is missing
+        target = None
+    if target is None:
+        raise ValueError(f"--to={to}: must be a directory on this machine's disks")
     for leftover in glob.glob(f"{glob.escape(target)}.{'[0-9a-f]' * 32}.tmp"):
         shutil.rmtree(leftover)
-    if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
+    if os.path.lexists(target) and (os.path.islink(target) or not os.path.isdir(target) or os.listdir(target)):
         raise ValueError(f"--to={target}: something is there already; name another directory, or remove this one first")
+    return target
 
 
 def main() -> None:
@@ -164,6 +178,7 @@ def main() -> None:
     try:
         written = export(arguments)
     except KeyboardInterrupt:
+        environment.remove_directories()
         print("stopped", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError) as error:

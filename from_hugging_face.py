@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hugging_face import FIXED, PREFIX, SIZES, is_transposed, package, parameters
 from model import GPTConfig
-from snapshot import Snapshot, first_line
+from snapshot import Snapshot, first_line, local_path
 
 
 def read_directory(url: str) -> Snapshot:
@@ -30,7 +30,7 @@ def read_directory(url: str) -> Snapshot:
     Raises:
         ValueError: something in it doesn't fit, or can't be read; the message names it.
     """
-    folder = Path(url)
+    folder = Path(local_path(url) or url)
     try:
         config = read_json(folder / "config.json")
         check_config(config)
@@ -80,8 +80,13 @@ def read_weights(path: Path, c: GPTConfig) -> dict[str, Tensor]:
 
 
 def is_directory(path: str) -> bool:
-    """Whether a path is that of a directory with files of Hugging Face's; URLs are those of snapshots."""
-    return any((Path(path) / name).exists() for name in ("config.json", "model.safetensors", "pytorch_model.bin"))
+    """Whether a path or URL is that of a directory on this machine with files of Hugging Face's."""
+    try:
+        folder = Path(local_path(path) or "")
+    except (ImportError, ValueError):  # of a store whose package is missing: reading it will say so
+        return False
+    names = ("config.json", "model.safetensors", "pytorch_model.bin")
+    return folder != Path() and any((folder / name).exists() for name in names)
 
 
 def read_json(path: Path) -> Any:
@@ -94,6 +99,8 @@ def read_json(path: Path) -> Any:
 
 def check_config(config: dict[str, Any]) -> None:
     """Raise ValueError, which names all keys, where config.json isn't that of a model as it is here."""
+    if not isinstance(config, dict):
+        raise ValueError("config.json is no dictionary")
     if config.get("model_type") != "gpt2":
         raise ValueError(f"config.json has model_type={config.get('model_type')!r}; it must be 'gpt2'")
     for name in SIZES:

@@ -78,6 +78,8 @@ def facts(snapshot: Snapshot, url: str) -> dict[str, str]:
     known = {"parameters": f"{size:,}"}
     if "corpus" in snapshot:
         known["SHA-256 of the text, of both parts in character codes"] = f"`{snapshot['corpus']}`"
+    if snapshot.get("config", {}).get("trainer_config", {}).get("init_from"):
+        known["began with the weights of another model"] = "yes"
     if step >= 0:
         known["optimizer steps"] = f"{step:,}"
     directory = snapshot.get("run", {}).get("directory")

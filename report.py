@@ -13,6 +13,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import shlex
 import sys
 import threading
@@ -49,7 +50,7 @@ class Reporter:
         self.run_dir, self.is_main, self.dry_run = run_dir, is_main, dry_run
         self.profiler = make_profiler(run_dir) if profile and is_main and not dry_run else None
         self.watch = Stopwatch()
-        self.losses = (math.nan, math.nan)  # of the last evaluation: on the training text's passage, on unseen text
+        self.losses: dict[int, tuple[float, float]] = {}  # by step: on the training text's passage, on unseen text
         self._began = self._last_line = time.perf_counter()
         self.writer: Any = None  # TensorBoard's
         self.bar: Any = None
@@ -99,13 +100,14 @@ class Reporter:
         """Report an evaluation: its loss, that of a passage of the training text, in nats a character; a sample."""
         if not self.is_main:
             return
-        bits, self.losses = loss / math.log(2), (train_loss, loss)
+        bits, self.losses[step] = loss / math.log(2), (train_loss, loss)
         log.info("step %d: evaluation loss %.4f (%.3f bits a character)", step, loss, bits)
         self._write("add_scalar", "eval/loss", loss, step)
         self._write("add_scalar", "eval/bits_per_char", bits, step)
         self._write("add_scalar", "eval/train_loss", train_loss, step)
         if text:
-            log.info('    "%s"', " / ".join(text.splitlines()))  # one sees it learn to spell
+            plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+            log.info('    "%s"', plain.replace("\n", " / "))  # one sees it learn to spell
             self._write("add_text", "samples", "\n".join(f"    {line}" for line in text.split("\n")), step)
 
     def flush(self) -> None:
@@ -134,12 +136,13 @@ class Reporter:
         tokens, seconds = (step - self.first_step) * tokens_per_step, time.perf_counter() - self._began
         since = " since this start" if self.first_step else ""
         speed = f", {tokens:,} tokens in {seconds:.0f} s{since}" if tokens else ""
-        train_loss, loss = self.losses
+        unknown = (math.nan, math.nan)
+        (train_loss, loss), then = self.losses.get(step, unknown), self.losses.get(best_step, unknown)
         log.info("finished: %d steps, evaluation loss %.4f, best %.4f%s", step, loss, best_loss, speed)
         if self.dry_run:
             log.info("that was a dry run: model, text and machine fit together, and of the run nothing was written")
             return
-        learned = lesson(train_loss, loss, best_loss, best_step, step)
+        learned = lesson(train_loss, loss, then[0], best_loss, best_step, step)
         for line in learned:
             log.info("%s", line)
         cap = self.config.get("trainer_config.max_steps")
@@ -172,19 +175,23 @@ class Reporter:
             self.writer = None
 
 
-def lesson(train_loss: float, loss: float, best_loss: float, best_step: int, step: int) -> list[str]:
+def lesson(
+    train_loss: float, loss: float, best_train_loss: float, best_loss: float, best_step: int, step: int
+) -> list[str]:
     """What the losses of a run mean, in words.
 
     Args:
         train_loss, loss: of the last evaluation, on a passage of the training text and on unseen text.
-        best_loss, best_step: the lowest on unseen text, and the optimizer step at which it was found.
+        best_train_loss, best_loss: when the loss on unseen text was lowest; the first is NaN where it isn't known.
+        best_step: the optimizer step of that evaluation.
         step: the last one.
     """
     lines = [f"learned: {train_loss:.2f} on the text it trained on, {loss:.2f} on unseen text"]
-    # If the loss had risen on both texts, a learning rate would be too high.
-    if loss > best_loss + 0.01 and train_loss < best_loss:
+    if loss > best_loss + 0.01 and train_loss < best_train_loss:  # if it has risen on both, it is something else
         lines.append(f"unseen text: lowest at step {best_step:,} of {step:,} ({best_loss:.2f}, the best snapshot)")
-        lines.append("after that it learned its text by heart; try gpt_config.resid_pdrop=0.2 or fewer epochs")
+        lines.append(
+            "after that it learned its text by heart; try more dropout (gpt_config.resid_pdrop) or fewer epochs"
+        )
     return lines
 
 
@@ -255,35 +262,42 @@ def main() -> None:
             print(f"skipped {place}: {reason}", file=sys.stderr)
     if not runs:
         sys.exit("error: none of these runs can be read")
-    print(run_table(runs))
+    try:
+        print(run_table(runs), flush=True)
+    except BrokenPipeError:  # the reader has seen enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read_run(run_dir: Path, name: str) -> Run:
     """Read a run's latest snapshot and its curves; what is wrong with them is raised as it comes."""
     from config import Config  # imported here, because training doesn't need these
     from model import GPT, GPTConfig
-    from snapshot import load_snapshot
+    from snapshot import load_snapshot, previous_url
     from snapshot_contents import check_contents
 
     url = str(run_dir / "gpt_snapshot.pt")
-    if not Path(url).exists():
-        raise FileNotFoundError("there is no gpt_snapshot.pt; trainer_config.snapshot_path may lead elsewhere")
-    snapshot = load_snapshot(url)
+    try:
+        snapshot = load_snapshot(url)
+    except FileNotFoundError as error:  # not yet; or in the middle of a save; or trainer_config.snapshot_path
+        url = previous_url(url)
+        if not Path(url).exists():
+            raise ValueError("there is no gpt_snapshot.pt: it hasn't saved yet, or saves to another place") from error
+        snapshot = load_snapshot(url)
     check_contents(snapshot, url)
     with torch.device("meta"):  # no memory: it is only counted
         parameters = GPT(GPTConfig(**snapshot["model_config"])).num_parameters()
     config, step = snapshot["config"], snapshot["step"]
     defaults = json.loads(json.dumps(asdict(Config())))  # with lists for tuples, as in YAML
-    settings = [
-        f"{group}.{key}={value if isinstance(value, str) else json.dumps(value)}"  # as one types it: null, true
+    settings = [  # as one types them
+        f"{group}.{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
         for group, values in config.items()
         for key, value in values.items()
         if value != defaults[group].get(key) and key != "resume"  # how it was started, and not what it is
     ]
     events = read_events(run_dir)
     losses, speeds = scalars(events, "eval/loss"), scalars(events, "train/tokens_per_second")
-    # The latest snapshot was written before the evaluation of its own step, so the curve knows better.
-    loss = min([value for _, value in losses if math.isfinite(value)], default=snapshot["best_eval_loss"])
+    # The latest snapshot was written before the evaluation of its own step; the curve may end early, on a full disk.
+    loss = min([snapshot["best_eval_loss"], *(value for _, value in losses if math.isfinite(value))])
     tokens_per_step = config["trainer_config"]["batch_size"] * snapshot["model_config"]["block_size"]
     before, seconds = 0, 0.0
     for at, speed in speeds:  # of the steps since the last report

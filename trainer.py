@@ -98,7 +98,7 @@ class Trainer:
         self.config, self.optimizer_config, self.full_config = config, optimizer_config, full_config
         self.vocabulary, self.eval_codes, self.ranks, self.snapshot_path = vocabulary, eval_codes, ranks, snapshot_path
         self.block_size = model.config.block_size
-        self.train_passage = train_codes[: max(len(eval_codes) // 10, self.block_size + 1)]
+        self.train_passage = train_codes[-max(len(eval_codes) // 10, self.block_size + 1) :]
 
         self.dtype = choose_dtype(config, ranks.device)  # of matrix products; the weights stay float32
         self.autocast = torch.autocast(ranks.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -182,7 +182,7 @@ class Trainer:
         return self.evaluate_on(self.eval_codes)
 
     def evaluate_on(self, codes: np.ndarray) -> float:
-        """The same over any encoded text (N,)."""
+        """Mean loss over every target of an encoded text (N,), as `evaluate` has it."""
         sums = gather_on_main(list(self._sum_losses(codes)), self.ranks)
         if len(sums) > 1:
             per_rank = ", ".join(f"{loss_sum / max(count, 1):.4f} on {count:.0f}" for loss_sum, count in sums)

@@ -161,7 +161,8 @@ def test_what_the_tokenizer_returns_can_be_given_to_generate(tmp_path):
 
 def test_the_model_card_says_what_is_known_and_no_places(tmp_path):
     """Catches a header that the Hub can't read, losses and a digest that are not the run's, paths of this machine."""
-    run = train(tmp_path / "run")
+    place = f"trainer_config.snapshot_path={tmp_path / 'run' / 'gpt_snapshot.pt'}"  # a path that mustn't get out
+    run = train(tmp_path / "run", place)
     assert run.returncode == 0, run.stderr
     snapshot = tmp_path / "run" / "gpt_snapshot.pt"
     process = run_program(
@@ -187,6 +188,12 @@ def test_the_model_card_says_what_is_known_and_no_places(tmp_path):
         content = path.read_bytes()
         for place in (tmp_path, PROJECT, Path.home()):
             assert str(place).encode() not in content or str(place) == "/"
+    size = sum(weight.numel() for name, weight in state["model"].items() if name != "lm_head.weight")
+    assert f"| parameters | {size:,} |" in body
+    code = body.split("```python\n")[1].split("```")[0]  # as one who has downloaded it pastes it
+    pasted = run_program(sys.executable, "-c", code, cwd=tmp_path / "new" / "model", env={"HF_HUB_OFFLINE": "1"})
+    assert pasted.returncode == 0, pasted.stderr
+    assert pasted.stdout.strip()
     # Beside a copy, curves may be those of another run.
     shutil.copy(snapshot, tmp_path / "copy.pt")
     shutil.copy(next((tmp_path / "run").glob("events*")), tmp_path)
@@ -203,6 +210,7 @@ def test_the_model_card_says_what_is_known_and_no_places(tmp_path):
         ("norms", "logits"),
         ("newlines", "tokenizer"),
         ("blanks", "tokenizer"),
+        ("greedy", "greedy"),
     ],
 )
 def test_the_check_sees_a_wrong_export_and_leaves_nothing(tmp_path, monkeypatch, altered, word):
@@ -221,6 +229,10 @@ def test_the_check_sees_a_wrong_export_and_leaves_nothing(tmp_path, monkeypatch,
             return config, tensors
 
         monkeypatch.setattr(export, "to_hugging_face", exchanged)
+    elif altered == "greedy":
+        right = transformers.GPT2LMHeadModel.generate
+        wrong = lambda model, idx, **how: torch.cat([idx, 8 - right(model, idx, **how)[:, 1:]], dim=1)  # noqa: E731
+        monkeypatch.setattr(transformers.GPT2LMHeadModel, "generate", wrong)
     else:
         right = export.tokenizer
         wrong = {
@@ -234,6 +246,28 @@ def test_the_check_sees_a_wrong_export_and_leaves_nothing(tmp_path, monkeypatch,
     with pytest.raises(ValueError, match=f"the check failed: .*{word}"):
         write_export(tmp_path, make_snapshot(), check=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_dropout_is_exported(tmp_path):
+    """Catches the library's own dropout of 0.1 in a model that is trained on, and two that are exchanged."""
+    chosen = {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}
+    config = load(write_export(tmp_path, make_snapshot(**chosen)))[0].config
+    assert {name: getattr(config, name) for name in chosen} == chosen
+
+
+def test_a_directory_can_be_named_as_a_snapshot_can(tmp_path, monkeypatch):
+    """Catches a directory that only a plain path leads to; no shell expands the ~ behind init_from=."""
+    target = write_export(tmp_path, make_snapshot())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for url in (str(target), target.as_uri(), "~/exported"):
+        assert load_base(url, None)["vocabulary"] == "\n abcdefg"
+
+
+def test_a_store_is_no_place_for_a_directory():
+    """Catches a traceback where a store's package isn't installed."""
+    for to in ("gs://bucket/exported", "memory://exported"):
+        with pytest.raises(ValueError, match="must be a directory on this machine"):
+            export.find_place(to)
 
 
 def test_rounding_decides_no_check():

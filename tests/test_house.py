@@ -38,7 +38,10 @@ ALLOWED = {
     "interactive": {"char_dataset", "sampling"},
     "generate": {"char_dataset", "environment", "interactive", "model", "sampling", "snapshot", "snapshot_contents"},
     "look": {"char_dataset", "environment", "generate", "model", "page_data"},  # it finds its snapshot as generate does
-    "export": {"char_dataset", "environment", "generate", "hugging_face", "model", "model_card", "snapshot"},
+    "export": {
+        *("char_dataset", "environment", "generate", "hugging_face", "model", "model_card", "snapshot"),
+        "snapshot_contents",
+    },
     "model_card": {"char_dataset", "page_data", "snapshot"},  # the curves, as the page shows them
     "page_data": {"char_dataset", "corpus", "model", "report", "run_files", "snapshot"},
 }

@@ -97,17 +97,23 @@ def test_the_last_line_names_the_key_that_ended_the_run(tmp_path, monkeypatch, c
     assert f"to go on, raise trainer_config.{key};" in caplog.messages[-1]
 
 
-def test_a_samples_lines_stay_lines(tmp_path):
-    """Catches a sample that TensorBoard, which reads Markdown, runs together into one line."""
+def test_a_samples_lines_stay_lines(tmp_path, caplog):
+    """Catches lines that TensorBoard, which reads Markdown, runs together; and signs that a terminal obeys."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reporter = report.Reporter(str(tmp_path), is_main=True)
     reporter.header([], {}, 0, 1)
-    reporter.evaluation(1, 2.0, 1.9, "To be\nor not to be")
+    with caplog.at_level(logging.INFO):
+        reporter.evaluation(1, 2.0, 1.9, "To be\nor not to be")
+        reporter.evaluation(2, 2.0, 1.9, "\x1b[2J\r\x0b")
     reporter.close()
+    assert [message for message in caplog.messages if message.startswith("    ")] == [
+        '    "To be / or not to be"',
+        r'    "\x1b[2J\r\x0b"',
+    ]
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    (sample,) = events.Tensors("samples/text_summary")
+    sample, _ = events.Tensors("samples/text_summary")
     assert sample.tensor_proto.string_val[0].decode() == "    To be\n    or not to be"
 
 
@@ -125,13 +131,14 @@ def test_one_sees_it_learn_to_spell(tmp_path, caplog):
 def test_the_closing_words_say_what_the_losses_mean(tmp_path, caplog):
     """Catches the two losses swapped, and no word about a text that was learned by heart; or one where it wasn't."""
     words = "learned: 1.31 on the text it trained on, 1.54 on unseen text"
-    assert report.lesson(1.31, 1.54, 1.54, 1100, 1100) == [words]
-    by_heart = report.lesson(0.52, 1.90, 1.48, 400, 1100)
+    assert report.lesson(1.31, 1.54, 1.31, 1.54, 1100, 1100) == [words]
+    by_heart = report.lesson(0.52, 1.90, 1.30, 1.48, 400, 1100)
     assert by_heart[0] == "learned: 0.52 on the text it trained on, 1.90 on unseen text"
     assert by_heart[1] == "unseen text: lowest at step 400 of 1,100 (1.48, the best snapshot)"
     assert by_heart[2].startswith("after that it learned its text by heart; try ")
-    assert len(report.lesson(1.40, 1.485, 1.48, 400, 1100)) == 1  # up and down a little
-    assert len(report.lesson(2.50, 2.40, 2.00, 400, 1100)) == 1  # worse on both: that is another fault
+    assert len(report.lesson(1.29, 1.485, 1.30, 1.48, 400, 1100)) == 1  # up and down a little
+    assert len(report.lesson(0.20, 2.40, 0.19, 2.00, 400, 1100)) == 1  # worse on both: that is another fault
+    assert len(report.lesson(0.52, 1.90, math.nan, 1.48, 400, 1100)) == 1  # a restart doesn't know how it was then
     with world_of_one() as ranks, caplog.at_level(logging.INFO):
         make_trainer(tmp_path, ranks=ranks).fit()
     train_loss, loss = read_losses(tmp_path, "eval/train_loss")[20], read_losses(tmp_path, "eval/loss")[20]

@@ -850,7 +850,7 @@ def test_what_was_learned_is_measured_on_the_training_text(alone, tmp_path):
     vars(trainer)["evaluate_on"] = lambda codes: passages.append(codes) or evaluate_on(codes)
     trainer.fit()
     train_codes, eval_codes = sample_codes()
-    passage = train_codes[: len(eval_codes) // 10]
+    passage = train_codes[-(len(eval_codes) // 10) :]
     recorded = read_losses(tmp_path, "eval/train_loss")
     assert list(recorded) == [10, 20]
     assert recorded[20] == pytest.approx(explicit_evaluation(trainer.raw_model, passage), abs=1e-6)  # as above
