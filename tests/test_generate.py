@@ -146,7 +146,7 @@ BAD_ARGUMENTS = {
     ("--seed", "-1"): ["--seed=-1", "at least 0"],
     ("--num-samples", "0"): ["--num-samples=0", "at least 1"],
     ("--max-new-tokens", "-1"): ["--max-new-tokens=-1", "at least 0"],
-    ("--snapshot", "nowhere/gpt_snapshot.pt"): ["nowhere/gpt_snapshot.pt", "torchrun"],
+    ("--snapshot", "nowhere/gpt_snapshot.pt"): ["nowhere/gpt_snapshot.pt", "python main.py"],
 }
 
 
