@@ -89,7 +89,8 @@ def write(folder: Path, snapshot: Snapshot, url: str) -> None:
         "generation_config.json": {**NO_TOKENS, "do_sample": True, "temperature": 0.8, "max_length": length},
         "tokenizer.json": tokenizer(snapshot["vocabulary"]),
         "tokenizer_config.json": {
-            **{"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length},
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": length,
             "clean_up_tokenization_spaces": False,  # it would take the blank before a full stop
             # Without token_type_ids: GPT-2 would add their embeddings to those of the characters.
             "model_input_names": ["input_ids", "attention_mask"],

@@ -64,16 +64,16 @@ def tokenizer(characters: str) -> dict[str, Any]:
 
     `WordLevel` has no token for what is unknown. It raises an error there: nothing is replaced and nothing left out.
     """
-    every = {
-        "type": "Split",
-        "pattern": {"Regex": r"[\s\S]"},
-        "behavior": "Isolated",
-        "invert": False,
-    }  # a dot takes no newlines
+    every_character = {"Regex": r"[\s\S]"}  # a dot takes no newlines
     codes = {character: code for code, character in enumerate(characters)}
     return {
-        **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": []},
-        **{"normalizer": None, "pre_tokenizer": every, "post_processor": None},
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": every_character, "behavior": "Isolated", "invert": False},
+        "post_processor": None,
         "decoder": {"type": "Fuse"},  # without it, decoding would put a blank between any two tokens
         "model": {"type": "WordLevel", "vocab": codes, "unk_token": "<unk>"},
     }

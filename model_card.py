@@ -64,7 +64,8 @@ def card(snapshot: Snapshot, url: str) -> str:
         for group, values in snapshot.get("config", {}).items()
     }
     return CARD.format(
-        **{"V": snapshot["model_config"]["vocab_size"], "T": snapshot["model_config"]["block_size"]},
+        V=snapshot["model_config"]["vocab_size"],
+        T=snapshot["model_config"]["block_size"],
         start=CharVocabulary(snapshot["vocabulary"]).start,
         rows="\n".join(f"| {what} | {value} |" for what, value in facts(snapshot, url).items()),
         settings=json.dumps(settings, indent=2),

@@ -344,9 +344,8 @@ def is_same_place(url: str, other: str) -> bool:
 
 def is_in(url: str, folder: str) -> bool:
     """Whether a file lies in a folder of this machine's disks."""
-    filesystem, path = fsspec.url_to_fs(url)
-    its_folder = os.path.realpath(os.path.dirname(path))
-    return isinstance(filesystem, LocalFileSystem) and its_folder == os.path.realpath(folder)
+    path = local_path(url)
+    return path is not None and os.path.realpath(os.path.dirname(path)) == os.path.realpath(folder)
 
 
 def local_path(url: str) -> str | None:
