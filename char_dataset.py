@@ -8,8 +8,10 @@ vocabulary.
 """
 
 import copyreg
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -28,12 +30,16 @@ class CharVocabulary:
     def __init__(self, characters: str):
         self.characters = characters
         self.dtype = np.min_scalar_type(max(len(characters) - 1, 0))  # of codes: one byte each for most texts
-        self.code_of_point = code_table(characters, self.dtype)  # Unicode's number of a character -> its code
+        # The code of every Unicode number up to the highest known one; the last entry stands for all beyond it. What
+        # isn't known gets 0, which is also the code of the first character, and of no other: see `check_known`.
+        points = np.array([ord(c) for c in characters], dtype=np.int64)  # (V,)
+        self.code_of_point = np.zeros(int(points.max(initial=-1)) + 2, dtype=self.dtype)
+        self.code_of_point[points] = np.arange(len(points), dtype=self.dtype)
 
     @classmethod
     def of(cls, text: str) -> "CharVocabulary":
         """Collect the vocabulary of a text."""
-        return cls(distinct_characters(text))
+        return cls(distinct_characters(text))  # sorted(set(text)), in a tenth of the time
 
     def __len__(self) -> int:
         return len(self.characters)
@@ -44,7 +50,15 @@ class CharVocabulary:
 
     def encode_array(self, text: str) -> np.ndarray:
         """Like `encode`, but an array of the smallest unsigned type: (N,)."""
-        return look_up(self, text)
+        codes = np.empty(len(text), dtype=self.dtype)
+        start = 0
+        for points in code_points(text):  # the characters' Unicode numbers, some at a time
+            chunk = codes[start : start + len(points)]
+            # "clip" sends numbers beyond the table to its last entry, and lets numpy write straight into `codes`.
+            self.code_of_point.take(points, out=chunk, mode="clip")
+            check_known(self, text, points, chunk)
+            start += len(points)
+        return codes
 
     def decode(self, codes: Tensor) -> str:
         """The text of codes (N,), the inverse of `encode`."""
@@ -88,6 +102,30 @@ def split_codes(codes: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.n
     check_length("training", train_codes, config)
     check_length("evaluation", eval_codes, config)
     return train_codes, eval_codes
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a run makes of its text: the vocabulary, and both parts in the vocabulary's codes."""
+
+    vocabulary: CharVocabulary
+    train_codes: np.ndarray  # (N,)
+    eval_codes: np.ndarray  # (N,)
+
+    @classmethod
+    def of(cls, text: str, config: DataConfig) -> "Text":
+        """Collect the vocabulary of the whole text, encode it once, and split it. Raises as `split_codes`."""
+        vocabulary = CharVocabulary.of(text)
+        return cls(vocabulary, *split_codes(vocabulary.encode_array(text), config))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256, hexadecimal: tells this text from every other one, and from the same one cut elsewhere."""
+        digest = hashlib.sha256(self.vocabulary.characters.encode("utf-8", "surrogatepass"))
+        for codes in (self.train_codes, self.eval_codes):
+            digest.update(str(codes.shape).encode())
+            digest.update(np.ascontiguousarray(codes).data)
+        return digest.hexdigest()
 
 
 class CharDataset(Dataset):
@@ -187,9 +225,7 @@ def evaluation_batches(
     Yields:
         (x, y), each int64 (B, T); where there is nothing to predict, y is -1, which the loss ignores, x is anything.
     """
-    starts: np.ndarray = np.arange(0, len(codes) - 1, block_size)
-    # Ranks that go through the model together must do so equally often: an empty window fills up a short share.
-    starts = np.append(starts, np.full(-len(starts) % world_size, len(codes)))[rank::world_size]
+    starts = equal_shares(np.arange(0, len(codes) - 1, block_size), world_size, empty=len(codes))[rank::world_size]
     for first in range(0, len(starts), batch_size):
         positions = starts[first : first + batch_size, None] + np.arange(block_size)  # (B, T)
         is_inside = positions < len(codes) - 1
@@ -203,6 +239,15 @@ def evaluation_batches(
 
 # A process that isn't forked gets its dataset as bytes: the text's, and not those of all its windows.
 copyreg.pickle(CharDataset, lambda dataset: (CharDataset, (dataset.codes, dataset.block_size)))
+
+
+def equal_shares(starts: np.ndarray, world_size: int, empty: int) -> np.ndarray:
+    """Fill up window starts with those of empty windows, until every rank has equally many.
+
+    Ranks that hold a model in shards go through it together, and must do so equally often.
+    """
+    return np.append(starts, np.full(-len(starts) % world_size, empty))
+
 
 CHUNK = 1 << 18  # characters encoded at a time: the intermediate arrays stay in the processor's cache
 
@@ -219,36 +264,12 @@ def code_points(text: str) -> Iterator[np.ndarray]:
 
 
 def distinct_characters(text: str) -> str:
-    """Each character of a text once, sorted: sorted(set(text)), in a tenth of the time."""
+    """Each character of a text once, sorted."""
     seen = np.zeros(0x110000, dtype=bool)  # one flag for each Unicode number
     for points in code_points(text):
         if not seen.take(points).all():  # reading flags takes a third of the time of setting them
             seen[points] = True
     return "".join(map(chr, np.flatnonzero(seen)))
-
-
-def code_table(characters: str, dtype: np.dtype) -> np.ndarray:
-    """The code of every Unicode number up to the highest known one; the last entry stands for all beyond it.
-
-    Unknown characters get 0. That is also the code of the first known one, and of no other: see `check_known`.
-    """
-    points = np.array([ord(c) for c in characters], dtype=np.int64)  # (V,)
-    table = np.zeros(int(points.max(initial=-1)) + 2, dtype=dtype)
-    table[points] = np.arange(len(points), dtype=dtype)
-    return table
-
-
-def look_up(vocabulary: CharVocabulary, text: str) -> np.ndarray:
-    """The codes of a text, chunk by chunk. Raises ValueError for unknown characters."""
-    codes = np.empty(len(text), dtype=vocabulary.dtype)
-    start = 0
-    for points in code_points(text):
-        chunk = codes[start : start + len(points)]
-        # "clip" sends numbers beyond the table to its last entry, and lets numpy write straight into `codes`.
-        vocabulary.code_of_point.take(points, out=chunk, mode="clip")
-        check_known(vocabulary, text, points, chunk)
-        start += len(points)
-    return codes
 
 
 def check_known(vocabulary: CharVocabulary, text: str, points: np.ndarray, codes: np.ndarray) -> None:

@@ -1,26 +1,55 @@
-"""Armour: the schema of `gpt2_train_cfg.yaml`, that is, which keys there are and which values they may have.
+"""The schema of `gpt2_train_cfg.yaml`: which keys there are, of which types, and which values they may have.
 
-A first reader can skip this file: the YAML file explains every key. The groups `data_config`, `gpt_config` and
-`optimizer_config` are dataclasses of the modules that they belong to; `trainer_config` is here, with what follows from
-its numbers, to keep it out of the training loop. `main.py` comes next.
+Read it last of the files to read; the YAML file explains every key. `data_config`, `gpt_config` and `optimizer_config`
+are dataclasses of the modules that they belong to, `trainer_config` is here. `main.py` puts all of it to use.
 """
 
-import difflib
-import hashlib
-import itertools
+import json
 import math
-import re
-import shlex
-from dataclasses import dataclass, field, fields
-
-import torch
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from pathlib import Path
+from typing import Any
 
 from char_dataset import DataConfig
-from model import ArchitectureConfig
+from model import GPTConfig
 from optimizer import OptimizerConfig
+
+PROJECT = Path(__file__).resolve().parent  # the default text and the default run directory lie in it
+DEFAULT_SNAPSHOT = str(PROJECT / "runs" / "shakespeare" / "gpt_snapshot.pt")
 
 AMP_DTYPES = ("auto", "bfloat16", "float16", "float32")
 STRATEGIES = ("ddp", "fsdp")
+SIZES = ("n_layer", "n_head", "n_embd")
+
+# name: (n_layer, n_head, n_embd), as published with GPT, GPT-2 and Gopher; the three small ones are minGPT's.
+MODEL_TYPES = {
+    "openai-gpt": (12, 12, 768),  # 117 M parameters
+    "gpt2": (12, 12, 768),  # 124 M
+    "gpt2-medium": (24, 16, 1024),  # 350 M
+    "gpt2-large": (36, 20, 1280),  # 774 M
+    "gpt2-xl": (48, 25, 1600),  # 1558 M
+    "gopher-44m": (8, 16, 512),
+    "gpt-mini": (6, 6, 192),
+    "gpt-micro": (4, 4, 128),
+    "gpt-nano": (3, 3, 48),
+}
+
+# `gpt_config`: what a GPTConfig has, but for what follows from the text, and with a name that can stand for the sizes.
+# A field that is added to GPTConfig is a key of the configuration at once.
+ArchitectureConfig = make_dataclass(
+    "ArchitectureConfig",
+    [
+        *((size, int | None, None) for size in SIZES),
+        ("model_type", str | None, None),
+        *(
+            (key.name, key.type, key.default)
+            for key in fields(GPTConfig)
+            if key.name not in ("vocab_size", "block_size", *SIZES)
+        ),
+    ],
+    kw_only=True,
+    namespace={"__post_init__": lambda c: check_architecture(c)},
+)
 
 
 @dataclass
@@ -83,43 +112,51 @@ class Config:
     """The four groups of `gpt2_train_cfg.yaml`."""
 
     data_config: DataConfig = field(default_factory=DataConfig)
-    gpt_config: ArchitectureConfig = field(default_factory=lambda: ArchitectureConfig(n_layer=4, n_head=4, n_embd=128))
+    gpt_config: ArchitectureConfig = field(  # type: ignore[valid-type]
+        default_factory=lambda: ArchitectureConfig(n_layer=4, n_head=4, n_embd=128)
+    )
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer_config: TrainerConfig = field(default_factory=TrainerConfig)
 
+    def model_config(self, vocab_size: int) -> GPTConfig:
+        """What the model is built from, for a vocabulary of so many tokens."""
+        return complete(self.gpt_config, vocab_size, self.data_config.block_size)
 
-def choose_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
-    """The type that matrix products are computed in; the weights themselves stay float32.
+    def as_dict(self) -> dict[str, Any]:
+        """All keys and values, in dictionaries, lists, numbers and strings: what a snapshot remembers."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
+
+
+# ------------------------------------------------------------------------- armour: names of models, values out of range
+
+
+def check_architecture(c: Any) -> None:
+    """Raise ValueError where the values don't fit together, whatever the text will be."""
+    complete(c, vocab_size=1, block_size=1)
+
+
+def complete(c: Any, vocab_size: int, block_size: int) -> GPTConfig:
+    """An ArchitectureConfig with the sizes in place of the model's name, and with what follows from the text.
 
     Raises:
-        ValueError: the type that was asked for can't be had on this device.
+        ValueError: both or neither of the name and the three sizes are given, or a value is outside its range.
     """
-    # 1. No mixed precision.
-    if not config.use_amp or config.amp_dtype == "float32":
-        return torch.float32
-    can_bfloat16 = _computes_in_bfloat16(device)
-    # 2. The best that the hardware really computes in. bfloat16 has float32's range and needs no scaler; float16 is
-    #    for older GPUs that only have that; elsewhere narrow types are emulated and only cost.
-    if config.amp_dtype == "auto":
-        if can_bfloat16:
-            return torch.bfloat16
-        return torch.float16 if device.type == "cuda" else torch.float32
-    # 3. What the user insists on, wherever torch can do it at all (slowly, perhaps: that is how CPUs test float16).
-    if not torch.amp.is_autocast_available(device.type):
-        raise ValueError(
-            f"trainer_config.amp_dtype={config.amp_dtype} can't be had on device {device.type}, which has no mixed "
-            "precision in this torch; use amp_dtype=auto"
-        )
-    return {"bfloat16": torch.bfloat16, "float16": torch.float16}[config.amp_dtype]
-
-
-def _computes_in_bfloat16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):  # older ones can't tell: float32
-        capabilities = torch.cpu.get_capabilities()
-        return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
-    return device.type == "xpu"
+    values = asdict(c)
+    name, sizes = values.pop("model_type"), {size: values[size] for size in SIZES}
+    if name is not None:
+        if name not in MODEL_TYPES:
+            raise ValueError(f"gpt_config.model_type={name}: must be null or one of {[*MODEL_TYPES]}")
+        if any(size is not None for size in sizes.values()):
+            nulls = " ".join(f"gpt_config.{size}=null" for size in SIZES)
+            raise ValueError(
+                f"gpt_config: got both model_type={name} and {sizes}; set either the name or the three sizes, and the "
+                f"other to null; to have the name, add {nulls}"
+            )
+        values |= dict(zip(SIZES, MODEL_TYPES[name], strict=True))
+    elif None in sizes.values():
+        raise ValueError(f"gpt_config: got no model_type, and {sizes}; set either the name or all three sizes")
+    return GPTConfig(**values, vocab_size=vocab_size, block_size=block_size)
 
 
 def check_trainer_config(c: TrainerConfig) -> None:
@@ -149,96 +186,3 @@ def check_trainer_config(c: TrainerConfig) -> None:
             f"trainer_config.use_amp=false trains in float32, and amp_dtype={c.amp_dtype} contradicts it; "
             "set one or the other"
         )
-
-
-# ---------------------------------------------------------------- armour: mistyped commands, names of run directories
-
-SIZES = ("n_layer", "n_head", "n_embd")
-
-
-def explain(error: BaseException, typed: list[str], recipes: list[str]) -> str:
-    """What is wrong with a command, in one line, and what to type instead where that can be known.
-
-    Args:
-        error: the complaint: Hydra's, OmegaConf's or our own.
-        typed: the command's arguments.
-        recipes: the names that `+recipe=` may have.
-    """
-    if type(error).__module__.startswith(("hydra", "omegaconf")):  # long-winded: the first lines say it
-        lines = [str(e).splitlines()[0].rstrip(".:") for e in (error, error.__cause__) if e is not None]
-        if lines[0].startswith("Ambiguous value"):
-            return f"{lines[0]}: several values need -m, as in python main.py -m {shlex.join(typed)}"
-        if hasattr(error, "override") and "=" in error.override:  # Hydra's grammar stumbled over this argument
-            return f"{error.override}: {lines[0]}; put a value with special characters in quotes: \"KEY='VALUE'\""
-        problem = f"{', '.join(lines)}; gpt2_train_cfg.yaml explains all keys and their values"
-        return suggestion(typed, recipes) or problem
-    problem = " ".join(str(error).split())
-    if "got both model_type=" in problem:  # says `model.resolve_sizes`
-        kept = [argument for argument in typed if not argument.startswith(tuple(f"gpt_config.{n}=" for n in SIZES))]
-        command = ["python", "main.py", *kept, *(f"gpt_config.{name}=null" for name in SIZES)]
-        return f"{problem}; to have the name: {shlex.join(command)}"
-    return problem
-
-
-def suggestion(typed: list[str], recipes: list[str], closeness: float = 0.6) -> str:
-    """What was probably meant by the first argument that names no key.
-
-    Args:
-        typed: the command's arguments.
-        recipes: the names that `+recipe=` may have.
-        closeness: how alike a key must be, from 0 to 1.
-
-    Returns:
-        One line; empty where all arguments name keys, or none is like what was typed.
-    """
-    for argument, following in itertools.zip_longest(typed, typed[1:], fillvalue=""):
-        name, equals, value = argument.lstrip("-+~").partition("=")
-        signs = argument[: argument.index(name)]
-        if not name or signs == "-" or name.startswith("hydra."):
-            continue
-        is_recipe = bool(difflib.get_close_matches(name, ["recipe"], cutoff=max(closeness, 0.7)))
-        value = equals + value
-        if not equals:  # a blank in its place
-            value = f"={following}" if following and "=" not in following else "=VALUE"
-        if is_recipe:
-            close = [difflib.get_close_matches(part, recipes, 1) for part in value[1:].split(",")]
-            meant = f"+recipe={','.join(name for names in close for name in names) or 'NAME'}"
-            listed = f" The recipes are {', '.join(recipes)};"
-        else:
-            key = closest_key(name.replace("-", "_"), closeness)
-            meant, listed = f"{key}{value}" if key else argument, ""
-        if meant != argument:
-            return (
-                f"{argument}: did you mean {shlex.quote(meant)}?{listed} gpt2_train_cfg.yaml explains all keys and "
-                "their values"
-            )
-    return ""
-
-
-def closest_key(name: str, closeness: float) -> str:
-    """The key that is most like a name, with its group; empty where none is alike enough."""
-    groups = vars(Config())
-    keys = {f"{group}.{key.name}": key.name for group, values in groups.items() for key in fields(values)}
-    keys |= {"hydra.run.dir": "run_dir"}
-    if name in keys or name in groups:
-        return name
-
-    def likeness(key: str) -> float:
-        whole = difflib.SequenceMatcher(None, name, key).ratio()
-        last = difflib.SequenceMatcher(None, name.split(".")[-1], keys[key]).ratio()
-        return max(whole, last - 0.1) if "." in name else last  # a key's group counts too, where one was typed
-
-    best = max(keys, key=likeness)
-    return best if likeness(best) >= closeness else ""
-
-
-def directory_name(overrides: str) -> str:
-    """The name of a sweep's run directory: its overrides, readable, and another for every other list of overrides.
-
-    Where something had to be replaced or cut off, a digest of the whole makes the difference. 255 bytes is what most
-    file systems allow; the rest is for names that are made from this one.
-    """
-    name = re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", overrides)
-    name = name.encode(errors="replace")[:200].decode(errors="ignore")
-    digest = hashlib.sha256(overrides.encode(errors="surrogatepass")).hexdigest()[:8]
-    return name if name == overrides else f"{name}-{digest}"

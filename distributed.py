@@ -1,29 +1,29 @@
-"""Who am I among the ranks: set-up, tear-down, and the few collectives that the trainer needs.
+"""Several processes as one training: who am I among the ranks, DDP, and the few collectives that the trainer needs.
 
-Read it after `trainer.py`; `snapshot.py` comes next. It alone reads the environment that a launcher
-sets. There is one path: without a launcher, a run is a group of one rank.
+Read it after `trainer.py`; `snapshot.py` comes next. A rank is a process. This module alone reads the environment that
+a launcher sets. There is one path: without a launcher, a run is a group of one rank.
 """
 
 import itertools
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from console.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def process_group(timeout_minutes: float, device_wish: str = "auto", is_sharded:
     Args:
         timeout_minutes: after this long in one collective the other ranks count as lost, and the run fails.
         device_wish: "auto", or "cpu" although there are accelerators.
-        is_sharded: whether the model will be (`sharding.py`): even one rank then sends tensors, to itself.
+        is_sharded: whether the model will be: even one rank then sends tensors, to itself.
 
     Raises:
         ValueError: there are not enough devices for the ranks.
@@ -108,6 +108,94 @@ def choose_device(local_rank: int, wish: str = "auto") -> torch.device:
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
+
+
+def choose_dtype(device: torch.device, use_amp: bool, amp_dtype: str) -> torch.dtype:
+    """The type that a device computes matrix products in; the weights themselves stay float32.
+
+    Args:
+        device: where.
+        use_amp: whether to use mixed precision at all.
+        amp_dtype: "auto", "bfloat16", "float16" or "float32".
+
+    Raises:
+        ValueError: the type that was asked for can't be had on this device.
+    """
+    # 1. No mixed precision.
+    if not use_amp or amp_dtype == "float32":
+        return torch.float32
+    can_bfloat16 = _computes_in_bfloat16(device)
+    # 2. The best that the hardware really computes in. bfloat16 has float32's range and needs no scaler; float16 is
+    #    for older GPUs that only have that; elsewhere narrow types are emulated and only cost.
+    if amp_dtype == "auto":
+        if can_bfloat16:
+            return torch.bfloat16
+        return torch.float16 if device.type == "cuda" else torch.float32
+    # 3. What the user insists on, wherever torch can do it at all (slowly, perhaps: that is how CPUs test float16).
+    if not torch.amp.is_autocast_available(device.type):
+        raise ValueError(
+            f"trainer_amp_dtype={amp_dtype} can't be had on device {device.type}, which has no mixed "
+            "precision in this torch; use amp_dtype=auto"
+        )
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}[amp_dtype]
+
+
+def _computes_in_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):  # older ones can't tell: float32
+        capabilities = torch.cpu.get_capabilities()
+        return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
+    return device.type == "xpu"
+
+
+def distribute(model: Any, strategy: str, dtype: torch.dtype, is_compiled: bool, device: torch.device) -> nn.Module:
+    """Put a model, alike on all ranks, on their devices, so that its gradients come out as those of the global batch.
+
+    Args:
+        model: a GPT, on the CPU. It is changed, and goes on to be what is saved and evaluated.
+        strategy: "ddp", every rank holds the whole model; or "fsdp", each a shard of it (`large/sharding.py`).
+        dtype: of matrix products; the weights themselves stay float32.
+        is_compiled: whether to compile it.
+        device: this rank's.
+
+    Returns:
+        The module to call in training.
+
+    Raises:
+        ValueError: this strategy can't be had with this type or device.
+    """
+    if strategy == "fsdp":
+        from large.sharding import shard  # a second of imports that other runs save
+
+        return shard(model, dtype, is_compiled, device)
+    model.to(device)
+    if is_compiled:
+        model.compile()
+    if dist.get_world_size() == 1:  # nobody to share with
+        return model
+    # Each backward pass ends with an all-reduce: every rank gets the mean of all ranks' gradients. They are sent from
+    # where they are ("bucket view"), instead of being copied to where DDP sends from.
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+@contextmanager
+def gradients_stay_local(model: Any, is_last: bool) -> Iterator[None]:
+    """Around forward and backward: the ranks don't add up their gradients, except at the last micro-batch of a step.
+
+    Gradients that add up over micro-batches first, and over ranks once, are the same and cost one all-reduce a step.
+
+    Args:
+        model: what `distribute` has returned.
+        is_last: whether this is the last micro-batch.
+    """
+    no_sync: AbstractContextManager[Any] = nullcontext()
+    if isinstance(model, DistributedDataParallel) and not is_last:
+        no_sync = model.no_sync()
+    elif is_sharded(model):
+        model.set_requires_gradient_sync(is_last)
+    with no_sync:
+        yield
 
 
 def all_reduce_max(values: list[int]) -> list[int]:
@@ -180,8 +268,16 @@ def without_data(value: Any) -> Any:
     return {key: without_data(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
+# ---------------------------------------------- armour: tensors of which each rank may have only a part (fsdp)
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether a model is shared out among the ranks. (Asked so that torch's module for it needs no import.)"""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
 def is_shard(tensor: Any) -> bool:
-    """Whether this rank has only a part of a tensor (one of torch's DTensors, see `sharding.py`)."""
+    """Whether this rank has only a part of a tensor (one of torch's DTensors)."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -197,6 +293,35 @@ def like(tensor: Tensor, other: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor  # a second of imports that other runs save
 
     return distribute_tensor(tensor, other.device_mesh, other.placements, src_data_rank=None)
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's own part of a tensor."""
+    return tensor.to_local() if is_shard(tensor) else tensor
+
+
+def norm(tensors: Iterable[Tensor]) -> float:
+    """Euclidean norm of all numbers in some tensors together."""
+    return float(whole(torch.nn.utils.get_total_norm([tensor.detach() for tensor in tensors])))
+
+
+def gather_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dictionaries of whole tensors for rank 0; the other ranks help to gather them, and get nothing in them.
+
+    One tensor after the other is gathered, in rank 0's main memory; what two names share, once.
+    """
+    gathered: dict[int, Tensor | None] = {}  # by identity
+
+    def gather(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: gather(part) for name, part in value.items()}
+        if id(value) not in gathered:
+            tensor = whole(value.detach())
+            tensor = tensor.cpu() if is_shard(value) else tensor
+            gathered[id(value)] = tensor if dist.get_rank() == 0 else None
+        return gathered[id(value)]
+
+    return gather(values)
 
 
 # ------------------------------------------------------------------ armour: restarts, signals, lost ranks, endings
@@ -221,7 +346,7 @@ def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int, s
         address, port, own_rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
         raise ValueError(
             f"rank {own_rank} can't meet the others at MASTER_ADDR={address}, MASTER_PORT={port} "
-            f"({in_one_line(error)}); set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there, "
+            f"({one_line(error)}); set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there, "
             "alike for all ranks; a process that trains alone needs neither"
         ) from error
     launch = uuid.uuid4().hex
@@ -233,45 +358,9 @@ def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int, s
     return store, rank, world_size, launch
 
 
-# Ctrl-C, schedulers and terminals send the first three; SIGUSR1 is what SLURM sends before the time limit.
-# Windows has only two of them.
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
-
-
-class StopRequest:
-    """Remembers the first signal of `STOP_SIGNALS`, so that the loop can stop at the end of a step.
-
-    Attributes:
-        signal: its number; 0 while there is none.
-    """
-
-    def __init__(self) -> None:
-        self.signal, self._since = 0, 0.0
-        self._former: dict[int, Any] = {}  # what the signals did before, by their numbers
-
-    def listen(self) -> None:
-        """Install the handler, in place of what the signals would do."""
-        if not self._former:
-            for number in STOP_SIGNALS:
-                is_hangup = number == getattr(signal, "SIGHUP", None)
-                if not (is_hangup and signal.getsignal(number) is signal.SIG_IGN):  # as under nohup
-                    self._former[number] = signal.signal(number, self._remember)
-
-    def stop_listening(self) -> None:
-        """Give the signals their former effect again: the next run of a sweep listens for itself."""
-        while self._former:
-            signal.signal(*self._former.popitem())
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        # One Ctrl-C can arrive twice, from the terminal and from torchrun; a second one comes later, and means now.
-        if self.signal and number == signal.SIGINT and time.monotonic() - self._since > 1.0:
-            os._exit(128 + number)
-        if not self.signal:
-            self.signal, self._since = number, time.monotonic()
-
-    def is_orphaned(self) -> bool:
-        """Whether the launcher is gone. Nobody would restart or stop this process, so it should leave."""
-        return _launcher is not None and os.getppid() != _launcher
+def is_orphaned() -> bool:
+    """Whether the launcher is gone. Nobody would restart or stop this process, so it should leave."""
+    return _launcher is not None and os.getppid() != _launcher
 
 
 def settle_buckets(model: torch.nn.Module, autocast: AbstractContextManager[Any], tokens: torch.Tensor) -> None:
@@ -302,7 +391,7 @@ def leave_if_lost(error: RuntimeError) -> None:
 
     Where another rank is gone, that one's error is the root cause, and not this.
     """
-    words = in_one_line(error)
+    words = one_line(error)
     if not isinstance(error, dist.DistError) and "gloo/" not in words:
         return
     rank = os.environ["RANK"]
@@ -341,12 +430,6 @@ def hint_at_the_address(words: str) -> str:
     )
 
 
-def in_one_line(error: Exception) -> str:
-    """An error's words, without the frames of C++ that torch can add to them."""
-    words = str(error).split("Exception raised from")[0]
-    return " ".join(line.strip() for line in words.splitlines() if line.strip()).rstrip(".")
-
-
 def is_alone() -> bool:
     """Whether this is the only rank, also where there is no process group (any more)."""
     return os.environ.get("WORLD_SIZE", "1") == "1"
@@ -355,23 +438,6 @@ def is_alone() -> bool:
 def is_rank_0() -> bool:
     """Whether this is rank 0, also where there is no process group (any more)."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def ignore_signals(worker_id: int) -> None:
-    """For the loader's worker processes: signals go to the whole process group, and stopping is the rank's business."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
-    """iter(loader), whose processes inherit blocked signals; `ignore_signals` may come seconds after their start."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        return iter(loader)
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        return iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, former)  # what came in between arrives now
 
 
 def leave(code: int) -> NoReturn:

@@ -1,10 +1,10 @@
-"""Snapshot -> text: `python generate.py "ROMEO:"`, or a conversation: `python generate.py`.
+"""Snapshot -> text: `python generate.py "ROMEO:"`, or one prompt after the other: `python generate.py`.
 
-Read it after `main.py`; `look.py` comes next. It needs nothing but a snapshot: the model's configuration, its weights
-and its vocabulary are all in there. `interactive.py` reads one prompt after another.
+It needs nothing but a snapshot: the model's configuration, its weights and its vocabulary are all in there. `look.py`
+comes next.
 """
 
-import environment  # isort: skip, before torch is loaded
+from console import environment  # isort: skip, before torch is loaded
 
 if __name__ == "__main__":
     environment.guard()
@@ -12,22 +12,18 @@ if __name__ == "__main__":
 import argparse
 import functools
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import torch
 
 from char_dataset import CharVocabulary, evaluation_batches
-from interactive import converse, unescape
-from model import GPT, GPTConfig
-from sampling import check_sampling
-from snapshot import DamagedSnapshotError, Snapshot, best_url, load_snapshot, previous_url
-from snapshot_contents import check_model
-
-DEFAULT_SNAPSHOT = str(Path(__file__).resolve().parent / "runs" / "shakespeare" / "gpt_snapshot.pt")
+from console.errors import one_line_at_the_end
+from console.prompts import converse, unescape
+from model import GPT, sum_losses
+from sampling import Sampling
+from saving.finding import load_model
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -50,51 +46,13 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def load_model(url: str | None, device: torch.device) -> tuple[GPT, CharVocabulary]:
-    """Build model and vocabulary from a snapshot alone; `url` and the errors as in `find_snapshot`."""
-    snapshot, _ = find_snapshot(url)
-    model = GPT(GPTConfig(**snapshot["model_config"]))
-    model.load_state_dict(snapshot["model"])
-    return model.to(device).eval(), CharVocabulary(snapshot["vocabulary"])
-
-
-def find_snapshot(url: str | None) -> tuple[Snapshot, str]:
-    """Read the snapshot of a model.
-
-    Args:
-        url: path or fsspec URL; None: the default run's best snapshot, else its latest, else the one before.
-
-    Returns:
-        (the snapshot, where it was).
-
-    Raises:
-        ValueError, OSError: there is no usable snapshot; the message says where it was looked for.
-    """
-    latest = DEFAULT_SNAPSHOT
-    for candidate in [url] if url else [best_url(latest), latest, previous_url(latest)]:
-        try:
-            snapshot = load_snapshot(candidate)
-            check_model(snapshot, candidate)
-        except FileNotFoundError:
-            continue
-        except DamagedSnapshotError as error:
-            if url:
-                raise
-            print(error, file=sys.stderr)
-            continue
-        return snapshot, candidate
-    raise ValueError(
-        f"there is no snapshot at {url or latest}; train one first with python main.py, or name another with --snapshot"
-    )
-
-
 def generate(arguments: argparse.Namespace) -> None:
     """Write the text to standard output, everything else to standard error.
 
     Raises:
         ValueError, OSError: an argument is wrong, or the snapshot can't be used.
     """
-    check_sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    sampling_of(arguments)  # raises, before anything is loaded
     for name, least in (("max_new_tokens", 0), ("num_samples", 1)):
         if getattr(arguments, name) < least:
             raise ValueError(f"--{name.replace('_', '-')}={getattr(arguments, name)}: must be at least {least}")
@@ -126,8 +84,9 @@ def generate(arguments: argparse.Namespace) -> None:
         write(model, vocabulary, prompt, arguments, random)
         return
     idx = vocabulary.encode(prompt).to(device).expand(arguments.num_samples, -1)  # (B, T)
-    out = model.generate(idx, *settings_of(arguments), random)  # (B, T + max_new_tokens)
-    texts = ("".join(until(arguments.stop, vocabulary.decode(row[idx.size(1) :]))) for row in out)
+    new = [*model.stream(idx, arguments.max_new_tokens, sampling_of(arguments), random)]  # (B, 1) each
+    rows = torch.cat([idx[:, :0], *new], dim=1)  # (B, max_new_tokens)
+    texts = ("".join(until(arguments.stop, vocabulary.decode(row))) for row in rows)
     print("\n\n---\n\n".join(prompt + text for text in texts))
 
 
@@ -142,7 +101,7 @@ def write(
     """Write one text to standard output, each character as soon as it is made, until it is stopped."""
     idx = vocabulary.encode(prompt)[None].to(random.device)  # (1, T)
     sys.stdout.write(prompt)
-    tokens = model.stream(idx, *settings_of(arguments), random)
+    tokens = model.stream(idx, arguments.max_new_tokens, sampling_of(arguments), random)
     for character in until(arguments.stop, (vocabulary.decode(token[0]) for token in tokens)):
         sys.stdout.write(character)
         sys.stdout.flush()
@@ -151,9 +110,9 @@ def write(
     sys.stdout.write("\n")
 
 
-def settings_of(arguments: argparse.Namespace) -> tuple[int, float, bool, int | None, float | None]:
-    """What `GPT.stream` wants to know, in its order."""
-    return arguments.max_new_tokens, arguments.temperature, True, arguments.top_k, arguments.top_p
+def sampling_of(arguments: argparse.Namespace) -> Sampling:
+    """How the command line wants a character to be chosen. Raises ValueError where it is out of range."""
+    return Sampling(arguments.temperature, True, arguments.top_k, arguments.top_p)
 
 
 def until(stop: str, characters: Iterable[str]) -> Iterator[str]:
@@ -170,7 +129,6 @@ def until(stop: str, characters: Iterable[str]) -> Iterator[str]:
     yield from waiting
 
 
-@torch.no_grad()
 def score(model: GPT, vocabulary: CharVocabulary, text: str) -> str:
     """How well a model predicts a text, in words: its mean loss, as an evaluation while training would find it.
 
@@ -180,22 +138,16 @@ def score(model: GPT, vocabulary: CharVocabulary, text: str) -> str:
     codes = vocabulary.encode_array(text)
     if len(codes) < 2:
         raise ValueError(f"--score: got {len(codes)} characters; the first one is given, so at least 2 are needed")
-    total = 0.0
-    for x, y in evaluation_batches(codes, model.config.block_size, 16, 0, 1):
-        _, loss = model(x.to(model.wte.weight.device), y.to(model.wte.weight.device))
-        total += float(loss) * int((y != -1).sum())
-    loss = total / (len(codes) - 1)
-    return f"loss {loss:.4f} nats a character ({loss / math.log(2):.4f} bits), over {len(codes) - 1:,} characters"
+    total, count = sum_losses(model, evaluation_batches(codes, model.config.block_size, 16, 0, 1))
+    loss = total / count
+    return f"loss {loss:.4f} nats a character ({loss / math.log(2):.4f} bits), over {count:,} characters"
 
 
 def main() -> None:
     """`generate`, with one line and exit code 1 for what the user can mend."""
-    try:
-        generate(parse_arguments())
-    except BrokenPipeError:  # the reader has seen enough, as in `| head`; Python would complain once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+    arguments = parse_arguments()
+    with one_line_at_the_end():
+        generate(arguments)
 
 
 if __name__ == "__main__":

@@ -12,41 +12,40 @@ Legend of the shapes in the comments:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
 
-from sampling import check_sampling, choose_token
-
-NOT_GIVEN: Any = None  # a default that `resolve_sizes` replaces by a number, or refuses
+from sampling import Sampling, choose_token
 
 
 @dataclass(kw_only=True)
 class GPTConfig:
     """All that is needed to build a GPT.
 
+    `gpt_config` of `gpt2_train_cfg.yaml` has all of these keys but the first two, which follow from the text and from
+    `data_config`.
+
     Raises:
-        ValueError: both or neither of `model_type` and the three sizes are given, or they don't fit together.
+        ValueError: a value is outside its range, or two don't fit together.
     """
 
     vocab_size: int  # V, how many different tokens there are
     block_size: int  # the longest sequence that the learned positions cover, in tokens
-    n_layer: int = NOT_GIVEN  # blocks
-    n_head: int = NOT_GIVEN  # nh, attention heads in each block
-    n_embd: int = NOT_GIVEN  # C, width of the residual stream; a multiple of n_head
-    model_type: str | None = None  # a name of MODEL_TYPES, which stands for the three sizes above
+    n_layer: int  # blocks
+    n_head: int  # nh, attention heads in each block
+    n_embd: int  # C, width of the residual stream; a multiple of n_head
     embd_pdrop: float = 0.0  # dropout probability after the embeddings, from 0 to below 1
     resid_pdrop: float = 0.0  # the same at the end of each attention and MLP branch
     attn_pdrop: float = 0.0  # the same of attention weights
     bias: bool = True  # whether linear layers and norms have biases, as in GPT-2
 
     def __post_init__(self) -> None:
-        resolve_sizes(self)
+        check_sizes(self)
 
 
 class CausalSelfAttention(nn.Module):
@@ -86,7 +85,7 @@ class CausalSelfAttention(nn.Module):
         # with key 0, which is right only where queries and keys start together; the single query that follows cached
         # keys is the newest token, and sees them all.
         dropout_p = self.attn_pdrop if self.training else 0.0  # the function doesn't know about eval()
-        y = scaled_dot_product_attention(q, k, v, dropout_p, is_causal=T > 1)  # (B, nh, T, hs)
+        y = fast_attention(q, k, v, dropout_p, is_causal=T > 1)  # (B, nh, T, hs)
 
         y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
         return self.resid_dropout(self.c_proj(y))
@@ -103,7 +102,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
-        x = gelu(self.c_fc(x))  # (B, T, 4C)
+        x = fast_gelu(self.c_fc(x))  # (B, T, 4C)
         return self.resid_dropout(self.c_proj(x))
 
 
@@ -205,14 +204,7 @@ class GPT(nn.Module):
         return weight.new_empty(c.n_layer, 2, batch_size, c.n_head, c.block_size, c.n_embd // c.n_head)
 
     def stream(
-        self,
-        idx: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        do_sample: bool = False,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        generator: torch.Generator | None = None,
+        self, idx: Tensor, max_new_tokens: int, how: Sampling, generator: torch.Generator | None = None
     ) -> Iterator[Tensor]:
         """Like `generate`, but yields each new token, int64 (B, 1), as soon as it is chosen.
 
@@ -220,7 +212,6 @@ class GPT(nn.Module):
         can't slide: when the context is full, its last half moves to the front and is computed again, once for every
         block_size / 2 tokens, so that the text can have any length.
         """
-        check_sampling(temperature, top_k, top_p)
         if idx.size(1) == 0:
             raise ValueError("got an empty prompt; generation needs at least one token to start from")
         was_training, block_size = self.training, self.config.block_size
@@ -235,7 +226,7 @@ class GPT(nn.Module):
                     x = self.hidden_states(context[:, cached:], cache, cached)  # (B, T, C); T is 1 after the first
                     logits = self.lm_head(x[:, -1])  # (B, V)
                 cached = context.size(1)
-                token = choose_token(logits, temperature, do_sample, top_k, top_p, generator)  # (B, 1)
+                token = choose_token(logits, how, generator)  # (B, 1)
                 context = torch.cat((context, token), dim=1)
                 yield token
         finally:
@@ -256,7 +247,8 @@ class GPT(nn.Module):
         Args:
             idx: the prompts, int64 (B, T), T at least 1.
             max_new_tokens: how many tokens to add.
-            temperature, do_sample, top_k, top_p, generator: how each is chosen, see `sampling.choose_token`.
+            temperature, do_sample, top_k, top_p: how each is chosen, see `sampling.Sampling`.
+            generator: the source of randomness; None: torch's global one.
 
         Returns:
             int64 (B, T + max_new_tokens), the prompts included.
@@ -264,14 +256,41 @@ class GPT(nn.Module):
         Raises:
             ValueError: an empty prompt, or a sampling setting outside its range.
         """
-        new = self.stream(idx, max_new_tokens, temperature, do_sample, top_k, top_p, generator)
-        return torch.cat((idx, *new), dim=1)
+        how = Sampling(temperature, do_sample, top_k, top_p)
+        return torch.cat((idx, *self.stream(idx, max_new_tokens, how, generator)), dim=1)
+
+
+@torch.no_grad()
+def sum_losses(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
+    """Score texts, in evaluation mode.
+
+    Args:
+        model: the GPT; its mode is put back afterwards, also where it fails.
+        batches: (x, y) as `char_dataset.evaluation_batches` makes them, each int64 (B, T).
+
+    Returns:
+        (sum of the losses of all targets that aren't -1, in nats; how many they are). To be added up over ranks before
+        one is divided by the other: the mean of unequal parts' means is another number.
+    """
+    device, was_training = model.wte.weight.device, model.training
+    means, counts = [], []
+    model.eval()  # or dropout would make the loss too high, and another one every time
+    try:
+        for x, y in batches:
+            _, loss = model(x.to(device), y.to(device))
+            means.append(loss)
+            counts.append(int((y != -1).sum()))
+    finally:
+        model.train(was_training)
+    values = torch.stack(means).tolist() if means else []  # read once: that waits for the device
+    # A batch without targets has no mean; it only fills up a rank's share.
+    return sum(mean * count for mean, count in zip(values, counts, strict=True) if count), sum(counts)
 
 
 # --------------------------------------------------------------- armour: fast kernels on CPUs, wrong sizes, model names
 
 
-def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -> Tensor:
+def fast_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -> Tensor:
     """torch's fused attention; on CPUs in float32 even under autocast.
 
     The backward of torch's CPU attention is four to five times slower in bfloat16 than in float32 (7.1 against 1.7 ms
@@ -286,7 +305,7 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: flo
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
 
 
-def gelu(x: Tensor) -> Tensor:
+def fast_gelu(x: Tensor) -> Tensor:
     """GELU as in GPT-2, x Φ(x) with tanh in place of the normal distribution's Φ; on CPUs under autocast with Φ itself.
 
     Of torch's kernels for CPUs only that of Φ is fast: 0.8 against 2.2 ms, forward and backward, for a million numbers.
@@ -304,53 +323,9 @@ def check_positions(start: int, T: int, block_size: int) -> None:
         raise ValueError(f"got {T} tokens on top of {start} cached ones: fill an empty cache, or add one token")
 
 
-# name: (n_layer, n_head, n_embd), as published with GPT, GPT-2 and Gopher; the three small ones are minGPT's.
-MODEL_TYPES = {
-    "openai-gpt": (12, 12, 768),  # 117 M parameters
-    "gpt2": (12, 12, 768),  # 124 M
-    "gpt2-medium": (24, 16, 1024),  # 350 M
-    "gpt2-large": (36, 20, 1280),  # 774 M
-    "gpt2-xl": (48, 25, 1600),  # 1558 M
-    "gopher-44m": (8, 16, 512),
-    "gpt-mini": (6, 6, 192),
-    "gpt-micro": (4, 4, 128),
-    "gpt-nano": (3, 3, 48),
-}
-
-
-@dataclass(kw_only=True)
-class ArchitectureConfig:
-    """`gpt_config` of `gpt2_train_cfg.yaml`: what a user chooses of a GPTConfig. A null is something not given."""
-
-    n_layer: int | None = None
-    n_head: int | None = None
-    n_embd: int | None = None
-    model_type: str | None = None
-    embd_pdrop: float = 0.0
-    resid_pdrop: float = 0.0
-    attn_pdrop: float = 0.0
-    bias: bool = True
-
-    def __post_init__(self) -> None:
-        GPTConfig(vocab_size=1, block_size=1, **vars(self))  # raises ValueError where they don't fit together
-
-
-def resolve_sizes(c: GPTConfig) -> None:
-    """Put the sizes in place of the model's name, and raise ValueError where the values don't fit together."""
-    sizes = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
-    if c.model_type is not None:
-        if c.model_type not in MODEL_TYPES:
-            raise ValueError(f"gpt_config.model_type={c.model_type}: must be null or one of {[*MODEL_TYPES]}")
-        if any(size is not None for size in sizes.values()):
-            raise ValueError(
-                f"gpt_config: got both model_type={c.model_type} and {sizes}; "
-                "set either the name or the three sizes, and the other to null"
-            )
-        # With the sizes known, the name goes: GPTConfig(**vars(config)) is valid.
-        (c.n_layer, c.n_head, c.n_embd), c.model_type = MODEL_TYPES[c.model_type], None
-    elif None in sizes.values():
-        raise ValueError(f"gpt_config: got no model_type, and {sizes}; set either the name or all three sizes")
-    for name in sizes:
+def check_sizes(c: GPTConfig) -> None:
+    """Raise ValueError where a value is outside its range, or two don't fit together."""
+    for name in ("n_layer", "n_head", "n_embd"):
         if getattr(c, name) < 1:
             raise ValueError(f"gpt_config.{name}={getattr(c, name)}: must be at least 1")
     if c.n_embd % c.n_head:

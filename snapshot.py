@@ -1,7 +1,7 @@
 """What a snapshot is, and how it gets to the disk whole or not at all.
 
-Read it after `distributed.py`; `snapshot_contents.py` comes next. It alone writes through fsspec, so
-a snapshot can live at any URL (a local path, s3://, gs://, memory://).
+Read it after `distributed.py`; `config.py` comes next. It alone writes through fsspec, so a snapshot can live at any
+URL (a local path, s3://, gs://, memory://). What is in it, `Trainer._save` says.
 
 A snapshot is a plain dictionary of tensors, numbers and strings: `torch.load` reads it without running any code.
 """
@@ -16,8 +16,8 @@ import shutil
 import time
 import uuid
 import zipfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import fsspec
@@ -27,9 +27,11 @@ from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
+from console.errors import described
+
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2  # raise it when an older program would misread what this one writes
+FORMAT_VERSION = 3  # raise it when another program would misread what this one writes
 
 Snapshot = dict[str, Any]
 
@@ -65,8 +67,7 @@ def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True) -> N
         return
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-    try:
+    with temporary_beside(path) as temporary:
         with open(temporary, "xb") as file:
             file.write(buffer.getbuffer())
             file.flush()
@@ -74,11 +75,22 @@ def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True) -> N
         if keep_previous and os.path.exists(path):
             os.replace(path, previous_url(path))
         os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
     if os.name == "posix":
         _force_to_disk(os.path.dirname(path))  # a rename is an entry in the directory, and that must reach the disk too
+
+
+@contextmanager
+def temporary_beside(path: str) -> Iterator[str]:
+    """A name beside a file's own, to write it under and to rename it from: readers see all of a file or nothing.
+
+    If the block is left before that, what was written is removed.
+    """
+    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+    try:
+        yield temporary
+    finally:
+        with suppress(FileNotFoundError):  # it has its own name now
+            os.unlink(temporary)
 
 
 def load_snapshot(url: str) -> Snapshot:
@@ -87,7 +99,7 @@ def load_snapshot(url: str) -> Snapshot:
     Raises:
         FileNotFoundError: there is none.
         DamagedSnapshotError: the file is not a whole snapshot.
-        ValueError: it was written by a newer version of this program; or the URL is that of a directory.
+        ValueError: it was written by another version of this program; or the URL is that of a directory.
         OSError: it can't be read for another reason, a refused permission for example.
     """
     try:
@@ -99,7 +111,7 @@ def load_snapshot(url: str) -> Snapshot:
     except IsADirectoryError as error:
         raise ValueError(f"{url} is a directory; name a file in it, for example {url}/gpt_snapshot.pt") from error
     except Exception as error:  # each of fsspec's backends raises errors of its own
-        raise OSError(f"{url} can't be read ({type(error).__name__}: {error})") from error
+        raise OSError(f"{url} can't be read ({described(error)})") from error
     with file:
         try:
             check_archive(file)
@@ -107,13 +119,13 @@ def load_snapshot(url: str) -> Snapshot:
             snapshot = torch.load(file, map_location="cpu", weights_only=True)
             is_ours = isinstance(snapshot, dict) and type(snapshot.get("format_version")) is int
         except Exception as error:  # damaged files raise almost anything: zip, pickle, key, value, Unicode errors, EOF
-            raise DamagedSnapshotError(f"{url} is not a whole snapshot ({first_line(error)})") from error
+            raise DamagedSnapshotError(f"{url} is not a whole snapshot ({described(error)})") from error
     if not is_ours:
         raise DamagedSnapshotError(f"{url} is not a snapshot of this program")
-    if snapshot["format_version"] > FORMAT_VERSION:
+    if snapshot["format_version"] != FORMAT_VERSION:
         raise ValueError(
-            f"{url} has format {snapshot['format_version']}, and this program reads up to {FORMAT_VERSION}; "
-            "use the newer program that wrote it"
+            f"{url} has format {snapshot['format_version']}, and this program reads format {FORMAT_VERSION}; "
+            "use the version of the program that wrote it"
         )
     check_digest(snapshot, url)
     return snapshot
@@ -182,8 +194,8 @@ def digest(value: Any) -> str:
 def check_digest(snapshot: Snapshot, url: str) -> None:
     """Take the digest out of a snapshot, and raise DamagedSnapshotError unless it is that of the rest.
 
-    Checksums tell that a file is as somebody wrote it; this tells that this program did. Snapshots of the first version
-    have no digest.
+    Checksums tell that a file is as somebody wrote it; this tells that this program did. A snapshot that somebody has
+    made by hand may have no digest.
     """
     try:
         expected = snapshot.pop("digest", None)
@@ -191,12 +203,7 @@ def check_digest(snapshot: Snapshot, url: str) -> None:
         if expected is not None and expected != digest(contents):
             raise ValueError("its parts are not those that were saved together")
     except Exception as error:  # tensors without data, sizes that don't fit
-        raise DamagedSnapshotError(f"{url} was altered ({first_line(error)})") from error
-
-
-def first_line(error: BaseException) -> str:
-    """An error's type and the first line of what it says."""
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+        raise DamagedSnapshotError(f"{url} was altered ({described(error)})") from error
 
 
 def load_newest(url: str, check: Callable[[Snapshot, str], None] = lambda snapshot, url: None) -> Snapshot | None:
@@ -257,7 +264,7 @@ def prepare(url: str) -> None:
                 ask(filesystem, "rm_file", probe)
     except Exception as error:  # each of fsspec's backends raises errors of its own
         raise ValueError(
-            f"snapshots can't be written to {url} ({type(error).__name__}: {error}); free some space, get permission, "
+            f"snapshots can't be written to {url} ({described(error)}); free some space, get permission, "
             "or name another place with trainer_config.snapshot_path"
         ) from error
     if is_directory:
@@ -311,17 +318,13 @@ def duplicate(url: str, target: str) -> None:
     if not isinstance(filesystem, LocalFileSystem):
         ask(filesystem, "cp_file", path, goal)
         return
-    temporary = f"{goal}.{uuid.uuid4().hex}.tmp"
-    try:
+    with temporary_beside(goal) as temporary:
         try:
             os.link(path, temporary)
         except OSError:  # a file system without hard links: there it is written once more
             shutil.copyfile(path, temporary)
             _force_to_disk(temporary)
         os.replace(temporary, goal)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
     if os.name == "posix":
         _force_to_disk(os.path.dirname(goal))
 

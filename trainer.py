@@ -1,7 +1,7 @@
 """The training loop: steps, evaluation, snapshots.
 
 It puts together what the modules before it made, and `main.py` starts it. Read `fit` first, it is the table of
-contents; then `_train_step` and `evaluate`. `distributed.py` comes next.
+contents; then `_train_step` and `evaluate`; `_save` says what is in a snapshot. `distributed.py` comes next.
 """
 
 import dataclasses
@@ -19,36 +19,39 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from char_dataset import CharDataset, CharVocabulary, WindowSampler, evaluation_batches
-from config import TrainerConfig, choose_dtype
+from char_dataset import CharDataset, Text, WindowSampler, evaluation_batches
+from config import Config
+from console.reporter import Reporter
+from console.signals import StopRequest, ignore_signals, start_workers
 from distributed import (
     Ranks,
-    StopRequest,
+    all_gather,
     all_reduce_max,
     all_reduce_sum,
     broadcast_form,
-    broadcast_from_main,
-    gather_on_main,
-    ignore_signals,
+    choose_dtype,
+    distribute,
+    gather_tensors,
+    gradients_stay_local,
+    is_orphaned,
+    is_sharded,
     load_weights,
+    local,
+    norm,
     settle_buckets,
-    start_workers,
     whole,
 )
-from memory import choose_micro_batch
-from model import GPT
+from model import GPT, sum_losses
 from optimizer import (
-    OptimizerConfig,
     create_optimizer,
     learning_rate_factor,
     load_optimizer_state,
     optimizer_state,
     set_learning_rate,
 )
-from report import Reporter, peak_memory
-from run_files import RunError, RunSnapshots, differences, fingerprint
-from sharding import distribute, gather_tensors, gradients_stay_local, local, named_weights, norm, plain_copy
-from snapshot import Snapshot, best_url
+from saving.contents import check_continuable, differences
+from saving.run_snapshots import RunError, RunSnapshots
+from snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -65,65 +68,57 @@ class State:
     stop_signal: int = 0  # the signal on which all ranks agreed to stop; 0: go on
 
 
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of one rank's dropout in one optimizer step: ranks and steps draw independent masks.
+
+    Seeding every step anew, instead of saving the generator's state, makes a restarted run draw the same masks.
+    """
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
+
+
 class Trainer:
     """Trains a GPT on the windows of a text.
 
     Args:
-        config, optimizer_config: what the user chose.
+        config: what the user chose.
+        text: the encoded text, in two parts.
         model: the GPT, initialised alike on all ranks, still on the CPU.
-        vocabulary: of the text; goes into the snapshots.
-        train_codes, eval_codes: the two parts of the encoded text.
         ranks: this process's place among the ranks.
-        run_dir: where TensorBoard's events go.
-        snapshot_path: path or fsspec URL of the snapshot.
-        full_config: the whole configuration as plain dictionaries; goes into the snapshots.
+        reporter: tells people what happens.
+        snapshots: keeps what the run can go on from.
 
     Raises:
         ValueError: the numbers don't fit together (see the message).
     """
 
     def __init__(
-        self,
-        config: TrainerConfig,
-        optimizer_config: OptimizerConfig,
-        model: GPT,
-        vocabulary: CharVocabulary,
-        train_codes: np.ndarray,
-        eval_codes: np.ndarray,
-        ranks: Ranks,
-        run_dir: str,
-        snapshot_path: str,
-        full_config: dict[str, Any],
+        self, config: Config, text: Text, model: GPT, ranks: Ranks, reporter: Reporter, snapshots: RunSnapshots
     ):
-        self.config, self.optimizer_config, self.full_config = config, optimizer_config, full_config
-        self.vocabulary, self.eval_codes, self.ranks, self.snapshot_path = vocabulary, eval_codes, ranks, snapshot_path
-        self.block_size = model.config.block_size
-        self.train_passage = train_codes[-max(len(eval_codes) // 10, self.block_size + 1) :]
+        self.config, self.optimizer_config = config.trainer_config, config.optimizer_config
+        self.full_config = config.as_dict()  # goes into every snapshot
+        self.text, self.ranks, self.reporter, self.snapshots = text, ranks, reporter, snapshots
+        self.stop_request = StopRequest()
 
-        self.dtype = choose_dtype(config, ranks.device)  # of matrix products; the weights stay float32
+        # The model, on its device, and what changes it.
+        self.dtype = choose_dtype(ranks.device, self.config.use_amp, self.config.amp_dtype)
         self.autocast = torch.autocast(ranks.device.type, self.dtype, enabled=self.dtype != torch.float32)
         # On GPUs, what autocast leaves in float32 may go through the tensor cores as TF32, but not in a float32 run.
         torch.set_float32_matmul_precision("highest" if self.dtype == torch.float32 else "high")
         self.raw_model = model  # saved and evaluated: without DDP's prefix before every name
-        self.model = distribute(model, config.strategy, self.dtype, config.compile, ranks.device)  # trained
+        self.model = distribute(model, self.config.strategy, self.dtype, self.config.compile, ranks.device)  # trained
         self.parameters = dict(model.named_parameters())  # by name; what two modules share, once
-        self.optimizer = create_optimizer(self.raw_model, optimizer_config, self.dtype, ranks.rank, ranks.world_size)
+        self.optimizer = create_optimizer(model, self.optimizer_config, self.dtype, ranks.rank, ranks.world_size)
         # float16 alone needs its losses scaled up to keep small gradients; disabled, the scaler passes all through.
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
-        self.micro_batch_size = choose_micro_batch(self.raw_model, self.optimizer, config, ranks.world_size, self.dtype)
-        self.accumulation_steps = config.batch_size // (self.micro_batch_size * ranks.world_size)
 
-        dataset = CharDataset(train_codes, self.block_size)
-        self.sampler = WindowSampler(dataset, config.batch_size, ranks.world_size, ranks.rank, config.seed)
-        self.loader = make_loader(self, dataset)
-        self.state = State(total_steps=config.steps_in_all(self.sampler.steps_per_epoch))
-
-        self.stop_request = StopRequest()
-        self.reporter = Reporter(run_dir, ranks.is_main, config.dry_run, config.profile)
-        self.snapshots: RunSnapshots | None = None
-        if ranks.is_main and not config.dry_run:
-            identity, launch = self._identity(fingerprint(train_codes, eval_codes)), ranks.launch
-            self.snapshots = RunSnapshots(run_dir, snapshot_path, identity, launch, self.optimizer, self.parameters)
+        # The windows: a step's are shared out among the ranks, and a rank's share goes through in micro-batches.
+        self.block_size = model.config.block_size
+        self.micro_batch_size = self._choose_micro_batch()
+        self.accumulation_steps = self.config.batch_size // (self.micro_batch_size * ranks.world_size)
+        dataset = CharDataset(text.train_codes, self.block_size)
+        self.sampler = WindowSampler(dataset, self.config.batch_size, ranks.world_size, ranks.rank, self.config.seed)
+        self.loader = self._make_loader(dataset)
+        self.state = State(total_steps=self.config.steps_in_all(self.sampler.steps_per_epoch))
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -179,37 +174,79 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Mean loss over every target of the evaluation text, each scored once, in nats a character, on all ranks."""
-        return self.evaluate_on(self.eval_codes)
+        return self.evaluate_on(self.text.eval_codes)
 
     def evaluate_on(self, codes: np.ndarray) -> float:
         """Mean loss over every target of an encoded text (N,), as `evaluate` has it."""
-        sums = gather_on_main(list(self._sum_losses(codes)), self.ranks)
+        batches = evaluation_batches(
+            codes, self.block_size, self.micro_batch_size, self.ranks.rank, self.ranks.world_size
+        )
+        with self.autocast:
+            own = sum_losses(self.raw_model, batches)
+        sums = all_gather(own)  # (sum of the losses, number of targets) of each rank, on every rank
         if len(sums) > 1:
-            per_rank = ", ".join(f"{loss_sum / max(count, 1):.4f} on {count:.0f}" for loss_sum, count in sums)
+            per_rank = ", ".join(f"{loss_sum / max(count, 1):.4f} on {count}" for loss_sum, count in sums)
             log.info("losses of the ranks, text of %d characters: %s characters", len(codes), per_rank)
-        # Sum first, divide once: ranks may hold different counts. Only rank 0 has anything to sum.
-        mean = sum(s for s, _ in sums) / sum(count for _, count in sums) if sums else 0.0
-        return float(broadcast_from_main(mean))
+        # Sum first, divide once: ranks may hold different counts. All add up the same numbers in the same order.
+        return float(sum(loss_sum for loss_sum, _ in sums) / sum(count for _, count in sums))
 
-    @torch.no_grad()
-    def _sum_losses(self, codes: np.ndarray) -> tuple[float, float]:
-        """(Sum of the losses, number of targets) over this rank's share of a text (N,)."""
-        losses, counts = [], []
-        was_training = self.raw_model.training
-        self.raw_model.eval()  # or dropout would make the loss too high, and another one every time
-        try:
-            for x, y in evaluation_batches(
-                codes, self.block_size, self.micro_batch_size, self.ranks.rank, self.ranks.world_size
-            ):
-                with self.autocast:
-                    _, loss = self.raw_model(x.to(self.ranks.device), y.to(self.ranks.device))
-                if (y != -1).any():  # else the ranks had unequal shares, and the mean of no targets is no number
-                    losses.append(loss)
-                    counts.append(int((y != -1).sum()))
-        finally:
-            self.raw_model.train(was_training)
-        means = torch.stack(losses).tolist() if losses else []
-        return sum(m * count for m, count in zip(means, counts, strict=True)), float(sum(counts))
+    def _save(self, is_best: bool = False) -> None:
+        """Write down all that the rest of the run depends on; rank 0 does, and not in a dry run."""
+        self._check_finite()
+        state = {
+            **self._identity(),
+            "step": self.step,
+            "samples": self.step * self.config.batch_size,
+            "model": gather_tensors(self.raw_model.state_dict(keep_vars=True)),
+            "optimizer": gather_tensors(optimizer_state(self.optimizer, self.parameters)),
+            "scaler": self.scaler.state_dict(),
+            "best_eval_loss": self.state.best_eval_loss,
+            "best_step": self.state.best_step,
+            "config": self.full_config,
+            "torch_version": str(torch.__version__),
+        }
+        with self.reporter.watch.paused():
+            self.reporter.flush()  # the curves up to here belong to it
+            self.snapshots.save(state, is_best)
+
+    def _identity(self) -> Snapshot:
+        """What a snapshot must share with this run to be continued by it."""
+        return {
+            "model_config": dataclasses.asdict(self.raw_model.config),
+            "vocabulary": self.text.vocabulary.characters,
+            "optimizer_name": self.optimizer_config.name,
+            "corpus": self.text.fingerprint,
+        }
+
+    def resume(self) -> None:
+        """Go on from the run's snapshot if there is one; with resume=false, move old snapshots aside instead.
+
+        Raises:
+            ValueError: the snapshot is of another run, or damaged beyond its predecessor.
+        """
+        snapshot = self.snapshots.open(self.config.resume, self._check)
+        # Read once, by one rank: the others may have no access, and must not see another file. Tensors come one by one.
+        snapshot = broadcast_form(snapshot)
+        if snapshot is None:
+            return
+        load_weights(self.parameters, snapshot["model"])
+        load_optimizer_state(self.optimizer, self.parameters, snapshot["optimizer"])
+        if snapshot["scaler"]:  # empty where the run wasn't in float16 up to now
+            self.scaler.load_state_dict(snapshot["scaler"])
+        self.state.step = snapshot["step"]
+        self.state.best_eval_loss, self.state.best_step = snapshot["best"]  # `RunSnapshots.open` has put it there
+        # Where the run once began stays in its snapshots, also when it isn't named any more.
+        began = snapshot["config"].get("trainer_config", {}).get("init_from")
+        self.full_config["trainer_config"]["init_from"] = began
+        for name, was, now in differences(snapshot["config"], self.full_config):
+            if name != "trainer_config.resume":  # no property of the run
+                log.info("the configuration has changed and wins: %s was %s, is %s", name, was, now)
+        if self.step >= self.state.total_steps:
+            log.info("this run is already finished: there is nothing left to train")
+
+    def _check(self, snapshot: Snapshot, url: str) -> None:
+        """Raise ValueError unless this run can go on from a snapshot, DamagedSnapshotError where nobody can."""
+        check_continuable(snapshot, url, self._identity(), self.optimizer, self.parameters)
 
     @property
     def step(self) -> int:
@@ -235,7 +272,7 @@ class Trainer:
 
     def _start(self) -> None:
         """Say what will happen, and do what comes before the first step."""
-        self.reporter.header(header_lines(self), self.full_config, self.step, self.state.total_steps)
+        self.reporter.header(self._header(), self.full_config, self.step, self.state.total_steps)
         if self.step == 0 and self.config.init_from is not None:
             log.info("starting from the model of %s; its evaluation loss is to be beaten:", self.config.init_from)
             self._evaluate_and_keep_best()
@@ -249,15 +286,15 @@ class Trainer:
         self.reporter.watch.restart(self.step)
 
     def _evaluate_and_keep_best(self) -> None:
-        check_finite(self)
+        self._check_finite()
         with self.reporter.watch.paused(), run_eagerly(self.config.compile):
             state = self.state
             state.eval_loss = self.evaluate()
             if not math.isfinite(state.eval_loss):
-                raise diverged(self, f"step {self.step}: the evaluation loss is not finite")
-            train_loss = self.evaluate_on(self.train_passage)  # where it is much lower, the text is learned by heart
+                raise self._diverged(f"step {self.step}: the evaluation loss is not finite")
+            train_loss = self.evaluate_on(self._train_passage())  # where it is much lower, the text is learned by heart
             # A token costs a pass through the model while the other ranks wait: a line is enough here.
-            text = sample(self, min(self.config.sample_tokens, 64))
+            text = self.sample(min(self.config.sample_tokens, 64))
             self.reporter.evaluation(self.step, state.eval_loss, train_loss, text)
             if state.eval_loss < state.best_eval_loss:
                 state.best_eval_loss, state.best_step = state.eval_loss, self.step
@@ -282,77 +319,86 @@ class Trainer:
             log.info("stopped by %s after step %d of %d; %s to go on", name, self.step, state.total_steps, how)
         else:
             tokens = self.config.batch_size * self.block_size  # in a step
-            best, text = best_url(self.snapshot_path), sample(self, self.config.sample_tokens)
+            best, text = self.snapshots.best_url, self.sample(self.config.sample_tokens)
             self.reporter.finished(self.step, state.best_eval_loss, state.best_step, text, tokens, best)
-        if self.snapshots is not None and self.snapshots.errors:
+        if self.snapshots.errors:
             raise RunError(f"the last snapshot could not be saved: {'; '.join(self.snapshots.errors.values())}")
 
-    def _identity(self, corpus: str) -> Snapshot:
-        """What a snapshot must share with this run to be continued by it; `corpus` is the text's fingerprint."""
-        return {
-            "model_config": dataclasses.asdict(self.raw_model.config),
-            "vocabulary": self.vocabulary.characters,
-            "optimizer_name": self.optimizer_config.name,
-            "corpus": corpus,
-        }
+    @torch.no_grad()
+    def sample(self, length: int) -> str:
+        """Text of the present model that starts after a newline (or, where the text has no lines, anywhere).
 
-    def _save(self, is_best: bool = False) -> None:
-        """Write down all that the rest of the run depends on; rank 0 does, and not in a dry run."""
-        check_finite(self)
-        if self.config.dry_run:
-            return
-        state = {
-            "step": self.step,
-            "samples": self.step * self.config.batch_size,
-            "model": gather_tensors(named_weights(self.raw_model)),
-            "optimizer": gather_tensors(optimizer_state(self.optimizer, self.parameters)),
-            "scaler": self.scaler.state_dict(),
-            "best_eval_loss": self.state.best_eval_loss,
-            "best_step": self.state.best_step,
-            "config": self.full_config,
-            "torch_version": str(torch.__version__),
-        }
-        if self.snapshots is not None:
-            with self.reporter.watch.paused():
-                self.reporter.flush()  # the curves up to here belong to it
-                self.snapshots.save(state, is_best)
-
-    def resume(self) -> None:
-        """Go on from the run's snapshot if there is one; with resume=false, move old snapshots aside instead.
-
-        Raises:
-            ValueError: the snapshot is of another run, or damaged beyond its predecessor.
+        Rank 0 alone writes it; on the others it is empty.
         """
-        snapshot = None
-        if self.snapshots is not None:
-            snapshot = self.snapshots.open(self.config.resume, self.ranks.is_restart)
-        # Read once, by one rank: the others may have no access, and must not see another file. Tensors come one by one.
-        snapshot = broadcast_form(snapshot)
-        if snapshot is None:
-            return
-        load_weights(self.parameters, snapshot["model"])
-        load_optimizer_state(self.optimizer, self.parameters, snapshot["optimizer"])
-        if snapshot["scaler"]:  # empty where the run wasn't in float16 up to now
-            self.scaler.load_state_dict(snapshot["scaler"])
-        self.state.step = snapshot["step"]
-        self.state.best_eval_loss, self.state.best_step = snapshot["best"]  # `RunSnapshots.open` has put it there
-        # Where the run once began stays in its snapshots, also when it isn't named any more.
-        began = snapshot["config"].get("trainer_config", {}).get("init_from")
-        self.full_config["trainer_config"]["init_from"] = began
-        for name, was, now in differences(snapshot["config"], self.full_config):
-            if name != "trainer_config.resume":  # no property of the run
-                log.info("the configuration has changed and wins: %s was %s, is %s", name, was, now)
-        if self.step >= self.state.total_steps:
-            log.info("this run is already finished: there is nothing left to train")
+        model: GPT | None = self.raw_model
+        if length > 0 and is_sharded(self.raw_model):
+            from large.sharding import plain_copy
+
+            model = plain_copy(self.raw_model)  # the other ranks help to gather it
+        if length == 0 or model is None or not self.ranks.is_main:
+            return ""
+        device, vocabulary = model.wte.weight.device, self.text.vocabulary
+        idx = vocabulary.encode(vocabulary.start)[None].to(device)  # (1, 1)
+        random = torch.Generator(device).manual_seed(self.config.seed)
+        out = model.generate(idx, length, 0.8, do_sample=True, generator=random)  # (1, T)
+        return vocabulary.decode(out[0, 1:])
+
+    def _train_passage(self) -> np.ndarray:
+        """The end of the training text, a tenth as long as the evaluation text: how well is it known by heart?"""
+        return self.text.train_codes[-max(len(self.text.eval_codes) // 10, self.block_size + 1) :]
 
     def _report_step(self, loss: Tensor, grad_norm: Tensor) -> None:
         watch = self.reporter.watch
         if self._is_due(self.config.log_every_steps):
             # Reading the loss waits for the device: only in steps that log or save.
-            self.reporter.train_step(self.step, step_values(self, loss.item(), grad_norm))
+            values = {  # the loss of the global batch: the mean over ranks, whose shares are equally large
+                "train/loss": all_reduce_sum([loss.item()])[0] / self.ranks.world_size,
+                "train/learning_rate": self.optimizer.param_groups[-1]["lr"],
+                "train/grad_norm": grad_norm.item(),
+                "train/param_norm": norm(self.parameters.values()),
+            }
+            self.reporter.train_step(self.step, values, self.config.batch_size * self.block_size)
             watch.restart(self.step)
         with watch.paused():
             self.reporter.step_done()
+
+    def _make_loader(self, dataset: CharDataset) -> DataLoader:
+        """The loader of micro-batches; `CharDataset.__getitems__` has put each together already."""
+        return DataLoader(
+            dataset,
+            batch_size=self.micro_batch_size,
+            sampler=self.sampler,
+            num_workers=self.config.data_loader_workers,
+            collate_fn=_as_it_is,
+            pin_memory=self.ranks.device.type == "cuda",
+            worker_init_fn=ignore_signals,
+            generator=torch.Generator(),  # or the loader would draw from the global one, and shift the dropout
+        )
+
+    def _choose_micro_batch(self) -> int:
+        """The windows in a forward pass on one rank: what was asked for, or with "auto" as many as fit into memory."""
+        size = self.config.sequences_per_forward(self.ranks.world_size)
+        if self.config.micro_batch_size == "auto":
+            from large.memory import largest_micro_batch
+
+            size = largest_micro_batch(size, self.raw_model, self.optimizer, self.config, self.dtype)
+        return size
+
+    def _header(self) -> list[str]:
+        """What a run says before its first step, in lines that fit a terminal of 80 columns."""
+        c, config, state = self.raw_model.config, self.config, self.state
+        size = self.raw_model.num_parameters() / 1e6
+        return [
+            f"model: {size:.2f} M parameters ({c.n_layer} layers, {c.n_head} heads, width {c.n_embd})",
+            f"text: {self.sampler.targets + 1:,} characters to train on, {len(self.text.eval_codes):,} to evaluate on",
+            f"guessing evenly among {c.vocab_size} different characters: loss {math.log(c.vocab_size):.2f}",
+            f"steps: {state.total_steps:,} of {config.batch_size} windows of {c.block_size} characters; "
+            f"an epoch: {self.sampler.steps_per_epoch:,}",
+            f"machine: {str(self.dtype).removeprefix('torch.')} on {self.ranks.device}; a step: "
+            f"{self.ranks.world_size} ranks x {self.accumulation_steps} x {self.micro_batch_size} windows",
+            f"optimizer: {self.optimizer_config.name}; "
+            + ("a dry run: nothing will be saved" if config.dry_run else f"snapshots: {self.snapshots.url}"),
+        ]
 
     # ------------------------------------------------------------------------------ armour: faults of any of the ranks
 
@@ -372,64 +418,35 @@ class Trainer:
         if due or self.ranks.device.type == "cpu":
             # In float16 an infinite gradient is normal now and then: the scaler leaves that step out.
             is_broken = not (math.isfinite(loss) and (self.scaler.is_enabled() or math.isfinite(grad_norm)))
-        broken, orphaned, self.state.stop_signal = all_reduce_max([is_broken, self.stop_request.is_orphaned(), asked])
+        broken, orphaned, self.state.stop_signal = all_reduce_max([is_broken, is_orphaned(), asked])
         if broken:
-            raise diverged(self, f"step {self.step + 1}: the loss or its gradient is not finite")
+            raise self._diverged(f"step {self.step + 1}: the loss or its gradient is not finite")
         if orphaned:
             raise RunError(f"step {self.step + 1}: torchrun is gone; leaving without another snapshot")
 
+    def _check_finite(self) -> None:
+        """Raise RunError where weights or optimizer state are not finite: such are never evaluated nor saved.
 
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of one rank's dropout in one optimizer step: ranks and steps draw independent masks.
+        All ranks raise, or none.
+        """
+        # The norm: where it overflows, the weights are as good as infinite.
+        is_finite = math.isfinite(norm(self.parameters.values()))
+        averages = [local(value) for values in self.optimizer.state.values() for value in values.values()]
+        if averages:  # one look at the device for all
+            is_finite &= bool(torch.stack([average.isfinite().all() for average in averages]).all())
+        if all_reduce_max([not is_finite])[0]:  # a rank may have shards only
+            raise self._diverged(f"step {self.step} has left weights or optimizer state that are not finite")
 
-    Seeding every step anew, instead of saving the generator's state, makes a restarted run draw the same masks.
-    """
-    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
-
-
-def check_finite(trainer: Trainer) -> None:
-    """Raise RunError where the weights or the optimizer's state are not finite: such are never evaluated nor saved.
-
-    All ranks raise, or none.
-    """
-    # The norm: where it overflows, the weights are as good as infinite.
-    is_finite = math.isfinite(norm(trainer.parameters.values()))
-    averages = [local(value) for values in trainer.optimizer.state.values() for value in values.values()]
-    if averages:
-        is_finite &= bool(
-            torch.stack([average.isfinite().all() for average in averages]).all()
-        )  # one look at the device
-    if all_reduce_max([not is_finite])[0]:  # a rank may have shards only
-        raise diverged(trainer, f"step {trainer.step} has left weights or optimizer state that are not finite")
-
-
-def diverged(trainer: Trainer, what: str) -> RunError:
-    """The error of a run that has diverged, with the step to go back to; rank 0, which knows that, speaks for all."""
-    last = trainer.snapshots.last_step if trainer.snapshots is not None else None
-    back = "there is no snapshot yet"
-    if last is not None:
-        condition = "" if trainer.config.resume else "without trainer_config.resume=false "
-        back = f"the last snapshot is of step {last}: {condition}the next start goes on from there"
-    return RunError(
-        f"{what}, at learning rates {[group['lr'] for group in trainer.optimizer.param_groups]}; {back}. "
-        "Lower the learning rates or trainer_config.grad_norm_clip, and start again"
-    )
-
-
-@torch.no_grad()
-def sample(trainer: Trainer, length: int) -> str:
-    """Text of the present model that starts after a newline (or, where the text has no lines, anywhere).
-
-    Rank 0 alone writes it; on the others it is empty.
-    """
-    model = plain_copy(trainer.raw_model) if length > 0 else None
-    if model is None or not trainer.ranks.is_main:
-        return ""
-    device, vocabulary = model.wte.weight.device, trainer.vocabulary
-    idx = vocabulary.encode(vocabulary.start)[None].to(device)  # (1, 1)
-    random = torch.Generator(device).manual_seed(trainer.config.seed)
-    out = model.generate(idx, length, 0.8, do_sample=True, generator=random)  # (1, T)
-    return vocabulary.decode(out[0, 1:])
+    def _diverged(self, what: str) -> RunError:
+        """The error of a run that has diverged, with the step to go back to. Rank 0, which knows it, speaks for all."""
+        last, back = self.snapshots.last_step, "there is no snapshot yet"
+        if last is not None:
+            condition = "" if self.config.resume else "without trainer_config.resume=false "
+            back = f"the last snapshot is of step {last}: {condition}the next start goes on from there"
+        return RunError(
+            f"{what}, at learning rates {[group['lr'] for group in self.optimizer.param_groups]}; {back}. "
+            "Lower the learning rates or trainer_config.grad_norm_clip, and start again"
+        )
 
 
 def run_eagerly(is_compiled: bool) -> AbstractContextManager[None]:
@@ -439,52 +456,5 @@ def run_eagerly(is_compiled: bool) -> AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager")
 
 
-def make_loader(trainer: Trainer, dataset: CharDataset) -> DataLoader:
-    """The loader of micro-batches; `CharDataset.__getitems__` has put each together already."""
-    return DataLoader(
-        dataset,
-        batch_size=trainer.micro_batch_size,
-        sampler=trainer.sampler,
-        num_workers=trainer.config.data_loader_workers,
-        collate_fn=_as_it_is,
-        pin_memory=trainer.ranks.device.type == "cuda",
-        worker_init_fn=ignore_signals,
-        generator=torch.Generator(),  # or the loader would draw from the global one, and shift the dropout
-    )
-
-
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-def step_values(trainer: Trainer, loss: float, grad_norm: Tensor) -> dict[str, float]:
-    """What is logged of a step, by TensorBoard's tags; speeds are means since the last report."""
-    watch = trainer.reporter.watch
-    steps, seconds, data_seconds = trainer.step - watch.first_step, watch.seconds, watch.data_seconds
-    return {  # the loss of the global batch: the mean over ranks, whose shares are equally large
-        "train/loss": all_reduce_sum([loss])[0] / trainer.ranks.world_size,
-        "train/learning_rate": trainer.optimizer.param_groups[-1]["lr"],
-        "train/grad_norm": grad_norm.item(),
-        "train/param_norm": norm(trainer.parameters.values()),
-        "train/tokens_per_second": steps * trainer.config.batch_size * trainer.block_size / seconds,
-        "time/data_seconds_per_step": data_seconds / steps,
-        "time/compute_seconds_per_step": (seconds - data_seconds) / steps,
-        "memory/peak_gb": peak_memory(trainer.ranks.device),
-    }
-
-
-def header_lines(trainer: Trainer) -> list[str]:
-    """What a run says before its first step, in lines that fit a terminal of 80 columns."""
-    c, config, state = trainer.raw_model.config, trainer.config, trainer.state
-    size = trainer.raw_model.num_parameters() / 1e6
-    return [
-        f"model: {size:.2f} M parameters ({c.n_layer} layers, {c.n_head} heads, width {c.n_embd})",
-        f"text: {trainer.sampler.targets + 1:,} characters to train on, {len(trainer.eval_codes):,} to evaluate on",
-        f"guessing evenly among {c.vocab_size} different characters: loss {math.log(c.vocab_size):.2f}",
-        f"steps: {state.total_steps:,} of {config.batch_size} windows of {c.block_size} characters; "
-        f"an epoch: {trainer.sampler.steps_per_epoch:,}",
-        f"machine: {str(trainer.dtype).removeprefix('torch.')} on {trainer.ranks.device}; a step: "
-        f"{trainer.ranks.world_size} ranks x {trainer.accumulation_steps} x {trainer.micro_batch_size} windows",
-        f"optimizer: {trainer.optimizer_config.name}; "
-        + ("a dry run: nothing will be saved" if config.dry_run else f"snapshots: {trainer.snapshot_path}"),
-    ]

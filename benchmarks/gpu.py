@@ -44,18 +44,18 @@ from typing import Any
 
 import torch
 from _common import PROJECT, environment, machine, print_table
+from data.corpus import download_corpus
 from generation import LARGE, PROMPT, SMALL, V, generate_uncached, make_model
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from large.plan import model_flops
 from startup import seconds_to_first_step
 from time_to_loss import Run, read_curve
 from torch import Tensor
 
 from config import Config
-from corpus import download_corpus
 from distributed import leave, process_group
 from main import build_trainer
-from plan import model_flops
 from report import peak_memory
 from snapshot import load_snapshot
 from trainer import Trainer, run_eagerly, sample

@@ -18,11 +18,11 @@ from typing import Any
 from _common import PROJECT, Figures, measure_in_turns, print_table, report, run_measurement
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from large.plan import work_out
 
 from config import Config
 from distributed import leave, process_group
 from main import build_trainer
-from plan import work_out
 
 SIZES = ["data_config.block_size=256", "gpt_config.n_layer=8", "gpt_config.n_embd=256", "trainer_config.batch_size=16"]
 SMALL = ["data_config.block_size=32", "gpt_config.n_layer=1", "gpt_config.n_embd=32", "trainer_config.batch_size=2"]

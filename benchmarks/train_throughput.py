@@ -40,6 +40,7 @@ import torch
 from _common import PROJECT, Figures, measure_in_turns, print_table, report, run_measurement
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from large.plan import matrix_rate, model_flops, muon_flops
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -47,7 +48,6 @@ from torch.nn.utils import clip_grad_norm_
 from config import Config
 from distributed import leave, process_group
 from main import build_trainer
-from plan import matrix_rate, model_flops, muon_flops
 from trainer import Trainer
 
 PLAIN = ["trainer_config.use_amp=false", "optimizer_config.name=adamw"]  # ours without bfloat16 and Muon

@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import fsspec
 import pytest
 from conftest import HANGS, PROJECT
-
-from corpus import download_corpus, read_text
+from data.corpus import download_corpus, read_text
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import PROJECT, SAMPLE_TEXT, run_program, train
+from hugging_face.reading import read_directory
 from omegaconf import OmegaConf
+from run_files import load_base
 from test_trainer import make_trainer, world_of_one
 
 import export
 import hugging_face
 from char_dataset import CharVocabulary
-from from_hugging_face import read_directory
 from model import GPT, GPTConfig
-from run_files import load_base
 from snapshot import Snapshot, load_snapshot, save_snapshot
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-export.txt")

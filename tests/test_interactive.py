@@ -12,10 +12,10 @@ import time
 import pytest
 import torch
 from conftest import HANGS, PROJECT
+from console.prompts import COMMANDS, obey, unescape
 from test_generate import PROMPT, load, run_generate, snapshot  # noqa: F401 (fixture)
 
 from generate import until
-from interactive import COMMANDS, obey, unescape
 
 
 def test_standard_output_carries_the_texts_alone(snapshot):  # noqa: F811

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import PROJECT, SAMPLE_TEXT, run_program, train
+from page.data import compute
+from run_files import fingerprint
 
 import look
 import sampling
 from char_dataset import CharVocabulary, DataConfig, split_codes
 from model import GPT, GPTConfig
-from page_data import compute
-from run_files import fingerprint
 from snapshot import save_snapshot
 
 CHROMIUM = shutil.which("chromium")

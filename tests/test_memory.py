@@ -4,15 +4,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import memory
 import pytest
 import torch
 from conftest import PROJECT, TINY_RUN, run_program, train
+from large.memory import is_out_of_memory, recompute_in_backward
 from test_trainer import DROPOUT, assert_same_end, make_trainer, world_of_one
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-import memory
-from memory import is_out_of_memory, recompute_in_backward
 from model import GPT, GPTConfig
 
 SIZES: dict[str, Any] = {"vocab_size": 17, "block_size": 24, "n_layer": 3, "n_head": 2, "n_embd": 32}

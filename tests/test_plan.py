@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import plan
 import pytest
 import torch
 from conftest import PROJECT, run_program, train
@@ -15,7 +16,6 @@ from test_trainer import make_trainer, world_of_one
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import plan
 from config import Config, TrainerConfig
 from distributed import Ranks
 from model import GPT, GPTConfig

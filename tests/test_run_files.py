@@ -16,12 +16,12 @@ import pytest
 import torch
 from alterations import alterations
 from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_program, train
+from run_files import RunError, load_own, set_aside
 from test_snapshot import s3_bucket, url  # noqa: F401 (fixtures)
 from test_trainer import make_trainer, world_of_one
 
 import generate
 import snapshot as snapshot_module
-from run_files import RunError, load_own, set_aside
 from snapshot import FORMAT_VERSION, best_url, load_snapshot, previous_url, save_snapshot
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharding
 import torch
 import torch.distributed as dist
 from conftest import read_losses
 from filelock import FileLock
+from large.sharding import check_shardable, norm
 from test_trainer import DROPOUT, StopHereError, make_trainer, stop_in_step
 
-import sharding
 from distributed import process_group
 from model import GPT, GPTConfig
-from sharding import check_shardable, norm
 from snapshot import load_snapshot
 
 STRATEGIES = ("ddp", "fsdp")

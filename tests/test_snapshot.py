@@ -16,11 +16,11 @@ import fsspec
 import pytest
 import torch
 from conftest import SAMPLE_TEXT
+from run_files import check_matches, set_aside
 from test_trainer import make_trainer, world_of_one
 
 from char_dataset import CharVocabulary
 from model import GPT, GPTConfig
-from run_files import check_matches, set_aside
 from snapshot import (
     FORMAT_VERSION,
     DamagedSnapshotError,

@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
+import sharding
 import torch
 import torch.distributed as dist
 from conftest import HANGS, PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_program
 from omegaconf import OmegaConf
+from run_files import RunError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -30,15 +33,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import optimizer as optimizer_module
 import report
-import run_files
-import sharding
 from char_dataset import CharDataset, CharVocabulary, WindowSampler
 from config import Config, TrainerConfig, choose_dtype
 from distributed import STOP_SIGNALS, Ranks, all_reduce_max, process_group
 from main import build_trainer
 from model import GPT
 from optimizer import learning_rate_factor
-from run_files import RunError
 from snapshot import load_snapshot, save_snapshot
 from trainer import Trainer, sample, step_seed
 

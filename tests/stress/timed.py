@@ -13,6 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import run_files
+
 import snapshot
 
 snapshot.SECONDS_TO_ANSWER, seconds_a_move = float(sys.argv[1]), float(sys.argv[2])

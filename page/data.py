@@ -1,28 +1,24 @@
-"""Armour: what `look.py` puts into a page besides the weights. A first reader can skip this file.
+"""What a page shows besides the weights.
 
-It finds the text that a page shows if none is given, computes what a page shows of a model that is too large for a
-browser, and reads a run's curves.
+This finds the text that a page shows if none is given, and computes what a page shows of a model that is too
+large for a browser.
 
 Legend: T characters of the text, V in the vocabulary, C width, nh heads, hs C / nh, S keys that a query sees.
 """
 
 import base64
 import math
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from char_dataset import CharVocabulary, DataConfig, split_codes
-from corpus import BUNDLED_TEXT, read_text
+from char_dataset import CharVocabulary, DataConfig, Text, split_codes
+from config import PROJECT
+from data.corpus import BUNDLED_TEXT, read_text
 from model import GPT
-from report import read_events, scalars
-from run_files import fingerprint
 from snapshot import Snapshot
 
-PROJECT = Path(__file__).resolve().parent
 LONGEST_PASSAGE = 256  # characters
 
 
@@ -32,7 +28,7 @@ def to_base64(values: Tensor, dtype: torch.dtype) -> str:
     return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode("ascii")
 
 
-def passage(snapshot: Snapshot, vocabulary: CharVocabulary) -> str:
+def passage(snapshot: Snapshot) -> str:
     """The beginning of the run's evaluation text, from its first whole line on.
 
     Raises:
@@ -45,16 +41,17 @@ def passage(snapshot: Snapshot, vocabulary: CharVocabulary) -> str:
         is_default = config.path == DataConfig.path
         for path in [str(PROJECT / config.path), str(BUNDLED_TEXT)] if is_default else [config.path]:
             try:
-                train_codes, eval_codes = split_codes(vocabulary.encode_array(read_text(path)), config)
+                vocabulary = CharVocabulary(snapshot["vocabulary"])
+                text = Text(vocabulary, *split_codes(vocabulary.encode_array(read_text(path)), config))
             except ValueError as error:  # it can't be read, or has other characters
                 reason = str(error)
                 continue
             reason = f"{path} has changed since"
-            if fingerprint(train_codes, eval_codes) == snapshot["corpus"]:
+            if text.fingerprint == snapshot["corpus"]:
                 T = min(LONGEST_PASSAGE, config.block_size)
-                text = vocabulary.decode(torch.from_numpy(eval_codes[: 2 * T].astype(int)))
-                rest = text[text.find("\n", 0, T) + 1 :].lstrip("\n")
-                return rest[:T] or text[:T]
+                begin = vocabulary.decode(torch.from_numpy(text.eval_codes[: 2 * T].astype(int)))
+                rest = begin[begin.find("\n", 0, T) + 1 :].lstrip("\n")
+                return rest[:T] or begin[:T]
     except (KeyError, TypeError):  # a snapshot of another make
         pass
     raise ValueError(f"no passage of the run's evaluation text ({reason}); give a text: python look.py TEXT")
@@ -91,16 +88,3 @@ def compute(model: GPT, idx: Tensor) -> dict[str, Any]:
         "following": following.tolist(),
         "attention": to_base64(flat, torch.float16),
     }
-
-
-def learned(url: str) -> dict[str, Any] | None:
-    """The losses and samples in the TensorBoard events beside a snapshot; None where there are none."""
-    folder = Path(url).parent
-    if not any(folder.glob("events.out.tfevents.*")):
-        return None
-    events, tag = read_events(folder, 500), "samples/text_summary"
-    samples = [
-        [event.step, re.sub(r"^    ", "", event.tensor_proto.string_val[0].decode(), flags=re.MULTILINE)]
-        for event in (events.Tensors(tag) if tag in events.Tags()["tensors"] else [])
-    ]
-    return {"training": scalars(events, "train/loss"), "evaluation": scalars(events, "eval/loss"), "samples": samples}

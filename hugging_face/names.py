@@ -1,7 +1,4 @@
-"""This GPT as Hugging Face's GPT-2: the same weights, under their names and in their shapes.
-
-Read it before `export.py`, which writes a directory of them; `from_hugging_face.py` reads one.
-"""
+"""This GPT as Hugging Face's GPT-2: the same weights, under their names and in their shapes."""
 
 import importlib
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""Armour: whether the contents of an undamaged snapshot fit together, by its own configuration.
+"""Whether the contents of an undamaged snapshot fit together, by its own configuration.
 
-A first reader can skip this file. A file can be complete to the last checksum and still unusable, because parts are
-missing, or of another type or size; it counts as damaged, too. `run_files.py` comes next.
+A file can be complete to the last checksum and still unusable, because parts are missing, or of another type or size;
+it counts as damaged, too.
 """
 
 import math
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from char_dataset import CharVocabulary
+from console.errors import described
 from model import GPT, GPTConfig
-from optimizer import check_optimizer_state, layer_scales, make_groups, split_parameters
-from snapshot import DamagedSnapshotError, Snapshot, first_line
+from optimizer import check_optimizer_state
+from snapshot import DamagedSnapshotError, Snapshot
 
 
 def check_model(snapshot: Snapshot, url: str) -> None:
@@ -44,7 +45,7 @@ def check_model(snapshot: Snapshot, url: str) -> None:
         if sum(p.numel() * p.element_size() for p in model.parameters()) > sum(held.values()):
             raise ValueError("weights that share their memory")
     except Exception as error:  # odd contents raise almost anything
-        raise DamagedSnapshotError(f"{url} holds no usable model ({first_line(error)})") from error
+        raise DamagedSnapshotError(f"{url} holds no usable model ({described(error)})") from error
 
 
 def check_tensor(value: Any, shape: torch.Size, name: str) -> None:
@@ -68,49 +69,65 @@ def check_contents(snapshot: Snapshot, url: str) -> None:
         scale = {"scale": float, "growth_factor": float, "backoff_factor": float}
         if snapshot["scaler"]:  # empty where the run wasn't in float16
             _check_types(snapshot["scaler"], scale | {"growth_interval": int, "_growth_tracker": int})
-        later = {"run": {}, "best_step": 0, **snapshot}  # the first version had neither
-        _check_types(later, {"run": dict, "best_step": int})
-        _check_types(later["run"], dict.fromkeys(later["run"], str))
+        _check_types(snapshot, {"run": dict, "best_step": int})
+        _check_types(snapshot["run"], {"directory": str, "launch": str})
         if not 0 <= snapshot["step"] < 2**32 or math.isnan(snapshot["best_eval_loss"]):
             raise ValueError(f"step {snapshot['step']}, best loss {snapshot['best_eval_loss']}")
     except Exception as error:  # odd contents raise almost anything
-        raise DamagedSnapshotError(f"{url} can't be continued ({first_line(error)})") from error
+        raise DamagedSnapshotError(f"{url} can't be continued ({described(error)})") from error
 
 
 def check_optimizer(snapshot: Snapshot, url: str, optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
-    """Raise DamagedSnapshotError unless the optimizer's state in a snapshot fits this optimizer.
-
-    A state of the first format is brought into the present form.
-    """
+    """Raise DamagedSnapshotError unless the optimizer's state in a snapshot fits this optimizer."""
     try:
-        if snapshot["format_version"] < 2:
-            snapshot["optimizer"] = state_by_name(snapshot)
         check_optimizer_state(optimizer, parameters, snapshot["optimizer"])
     except Exception as error:  # odd contents raise almost anything
-        raise DamagedSnapshotError(f"{url} can't be continued ({first_line(error)})") from error
+        raise DamagedSnapshotError(f"{url} can't be continued ({described(error)})") from error
 
 
-def state_by_name(snapshot: Snapshot) -> dict[str, Any]:
-    """The optimizer's state in a snapshot of the first format, which numbered the parameters, by their names.
+def check_continuable(
+    snapshot: Snapshot, url: str, identity: Snapshot, optimizer: Optimizer, parameters: dict[str, nn.Parameter]
+) -> None:
+    """Raise ValueError unless a run can go on from a snapshot, DamagedSnapshotError where nobody can.
 
-    They were numbered as they stood in the groups, and those follow from the snapshot's own configuration.
+    Args:
+        snapshot: what was loaded.
+        url: where from.
+        identity: what it must share with the run.
+        optimizer, parameters: the run's own, whose state the snapshot's must fit; parameters by name.
     """
-    state, config = snapshot["optimizer"], snapshot["config"]["optimizer_config"]
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**snapshot["model_config"]))
-    scales = layer_scales(model, config.get("layer_decay", 1.0))
-    decaying, undecayed = (make_groups(parameters, scales, 0.0, 0.0) for parameters in split_parameters(model))
-    parts = [(state, decaying + undecayed)]  # AdamW alone
-    if "param_groups" not in state:
-        parts = [(state["muon"], decaying), (state["adamw"], undecayed)]
-    names = {p: name for name, p in model.named_parameters()}
-    by_name: dict[str, Any] = {}
-    for part, groups in parts:
-        in_order = [names[p] for group in groups for p in group["params"]]
-        if [number for group in part["param_groups"] for number in group["params"]] != [*range(len(in_order))]:
-            raise ValueError("other groups of parameters than its configuration says")
-        by_name |= {in_order[number]: values for number, values in part["state"].items()}
-    return by_name
+    check_contents(snapshot, url)
+    check_matches(snapshot, identity)
+    check_optimizer(snapshot, url, optimizer, parameters)
+
+
+def differences(there: Snapshot, here: Snapshot) -> list[tuple[str, Any, Any]]:
+    """(Name, value there, value here) of all that differs, the entries of inner dictionaries one by one."""
+
+    def flatten(values: Snapshot) -> Snapshot:
+        flat: Snapshot = {}
+        for name, value in values.items():
+            flat |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+        return flat
+
+    old, new = flatten(there), flatten(here)
+    return [(name, old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)]
+
+
+def check_matches(snapshot: Snapshot, expected: Snapshot) -> None:
+    """Raise ValueError, with both values side by side, where a snapshot doesn't belong to this run.
+
+    Args:
+        snapshot: what was loaded.
+        expected: entries that must be equal, of the same names; dictionaries are compared key by key.
+    """
+    differing = differences({name: snapshot.get(name) for name in expected}, expected)
+    if differing:
+        listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, there, here in differing)
+        raise ValueError(
+            f"the snapshot is of another run ({listed}); give this run a directory of its own with "
+            "hydra.run.dir=runs/NAME, or start over with trainer_config.resume=false, which moves the old files aside"
+        )
 
 
 def check_plain(values: Any) -> None:

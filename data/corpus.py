@@ -1,19 +1,49 @@
-"""Armour: where a text comes from, that is, a file, a URL, a download, or the short play beside this program.
-
-A first reader can skip this file: `read_text` returns a string, and everything after that is in `char_dataset.py`. It
-imports nothing of the project. `report.py` comes next.
-"""
+"""Where a text comes from: a file, a URL, a download, or the short play beside this module."""
 
 import hashlib
+import logging
 import os
-import uuid
 from pathlib import Path
 
 import fsspec
 
+from char_dataset import DataConfig
+from config import PROJECT
+from console.errors import described
+from distributed import Ranks, all_gather
+from snapshot import temporary_beside
+
+log = logging.getLogger(__name__)
+
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-BUNDLED_TEXT = Path(__file__).resolve().parent / "data" / "sample.txt"
+BUNDLED_TEXT = PROJECT / "data" / "sample.txt"
+
+
+def find_text(path: str, ranks: Ranks) -> tuple[str, str]:
+    """Where the text of a run is. The default text is downloaded if it is missing; one of the user is not replaced.
+
+    Returns:
+        (path or URL of the text to train on, a warning if that is the bundled one, so that nobody can miss it).
+    """
+    if path != DataConfig.path:
+        return path, ""
+    default = PROJECT / path
+    failure = ""
+    if ranks.local_rank == 0 and not default.exists():  # one rank of each node fetches
+        try:
+            download_corpus(default)
+            log.info("downloaded tiny-shakespeare to %s", default)
+        except OSError as error:
+            failure = str(error)
+    failures = [reason for reason in all_gather(failure) if reason]  # makes the others wait, and all nodes agree
+    if not failures:
+        return str(default), ""
+    return str(BUNDLED_TEXT), (
+        f"WARNING: no tiny-shakespeare ({failures[0]}). Training on the short text that comes with the project, "
+        f"{BUNDLED_TEXT}: losses won't compare. Put a text at data/input.txt, or connect to the network, and start "
+        "with trainer_config.resume=false."
+    )
 
 
 def read_text(path: str) -> str:
@@ -29,7 +59,7 @@ def read_text(path: str) -> str:
             content = file.read()
     except Exception as error:  # each of fsspec's backends raises errors of its own
         raise ValueError(
-            f"data_config.path={path} can't be read ({describe(error)}); "
+            f"data_config.path={path} can't be read ({described(error)}); "
             "give a UTF-8 text file, or any fsspec URL of one"
         ) from error
     try:
@@ -70,23 +100,12 @@ def download_corpus(path: Path, url: str = CORPUS_URL, sha256: str = CORPUS_SHA2
         with fsspec.open(url, "rb", **options) as source:
             content = source.read()
     except Exception as error:  # each of fsspec's backends raises errors of its own
-        raise OSError(f"{url}: {describe(error)}") from error
+        raise OSError(f"{url}: {described(error)}") from error
     digest = hashlib.sha256(content).hexdigest()
     if digest != sha256:
         raise OSError(f"{url}: got {len(content)} bytes with SHA-256 {digest}, expected {sha256}")
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside its target and then renamed: a reader sees no file or the whole file, however many write at once.
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.write_bytes(content)
+    with temporary_beside(str(path)) as temporary:  # however many download at once
+        Path(temporary).write_bytes(content)
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def describe(error: BaseException) -> str:
-    """An error's type and text in one line, of the first in a chain: fsspec says "not found" for most others."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,6 +1,6 @@
-"""Armour: machines that train together and are not alike, in their programs, their texts or their disks.
+"""Machines that train together and are not alike, in their programs, their texts or their disks.
 
-A first reader can skip this file. Read it after `corpus.py`; docs/cluster.md says the rest about many machines.
+docs/cluster.md says the rest about many machines.
 """
 
 import hashlib
@@ -15,17 +15,18 @@ from typing import Any
 import torch
 
 from char_dataset import DataConfig
+from config import PROJECT
 from distributed import Ranks, all_gather, broadcast_from_main
 from snapshot import local_path
 
 log = logging.getLogger(__name__)
 
 
-def versions(project: Path, values: dict[str, Any]) -> dict[str, str]:
+def versions(values: dict[str, Any]) -> dict[str, str]:
     """What must be the same on all ranks before they begin; paths may differ, for the text itself is compared later."""
     program, paths = hashlib.sha256(), ("path", "snapshot_path", "init_from")
-    for path in sorted(project.glob("*.py")):
-        program.update(path.name.encode() + path.read_bytes())
+    for path in program_files():
+        program.update(str(path.relative_to(PROJECT)).encode() + path.read_bytes())
     settings = [  # of a path, whether there is one, or the default's
         (group, key, value if key not in paths else value in (None, DataConfig.path))
         for group, keys in values.items()
@@ -36,6 +37,12 @@ def versions(project: Path, values: dict[str, Any]) -> dict[str, str]:
         "configuration": hashlib.sha256(repr(settings).encode()).hexdigest()[:12],
         "torch": str(torch.__version__),
     }
+
+
+def program_files() -> list[Path]:
+    """The modules that a run can be made of: those in the root, and those in the folders for one subject each."""
+    rooms = [init.parent for init in PROJECT.glob("*/__init__.py")]
+    return sorted(path for room in (PROJECT, *rooms) for path in room.glob("*.py"))
 
 
 def warn_of_separate_disks(snapshot_path: str, ranks: Ranks) -> None:

@@ -1,10 +1,9 @@
-"""Armour: the description of a model that `export.py` writes beside it. A first reader can skip this file."""
+"""The description of a model that goes with its files."""
 
 import json
-import math
 
 from char_dataset import CharVocabulary
-from page_data import learned
+from console.curves import learned
 from snapshot import Snapshot, is_in
 
 PATHS = ("path", "snapshot_path", "init_from")  # keys whose values are places on this machine
@@ -73,25 +72,26 @@ def card(snapshot: Snapshot, url: str) -> str:
 
 
 def facts(snapshot: Snapshot, url: str) -> dict[str, str]:
-    """What is known of a model's training, in words; what isn't known is left out."""
-    step, best = snapshot.get("step", -1), snapshot.get("best_eval_loss", math.inf)
+    """What is known of a model and its training, in words; what isn't known is left out."""
+    c = snapshot["model_config"]
     size = sum(weight.numel() for name, weight in snapshot["model"].items() if name != "lm_head.weight")
-    known = {"parameters": f"{size:,}"}
-    if "corpus" in snapshot:
-        known["SHA-256 of the text, of both parts in character codes"] = f"`{snapshot['corpus']}`"
-    if snapshot.get("config", {}).get("trainer_config", {}).get("init_from"):
-        known["began with the weights of another model"] = "yes"
-    if step >= 0:
-        known["optimizer steps"] = f"{step:,}"
-    directory = snapshot.get("run", {}).get("directory")
-    curves = learned(url) if directory and is_in(url, directory) else None  # beside a copy could be another run's
-    for name in ("training", "evaluation"):
-        points = [(at, loss) for at, loss in (curves or {}).get(name, []) if at <= step]
-        if points:
-            known[f"{name} loss, nats a character"] = "{1:.4f} at step {0:,}".format(*points[-1])
-    if best < min((loss for _, loss in points), default=math.inf):  # the curve may know better
-        at = f" at step {snapshot['best_step']:,}" if "best_step" in snapshot else ""
-        known["lowest evaluation loss when this was saved"] = f"{best:.4f}{at}"
-    if "torch_version" in snapshot:
+    known = {"parameters": f"{size:,} ({c['n_layer']} layers, {c['n_head']} heads, width {c['n_embd']})"}
+    if "step" in snapshot:
+        known["optimizer steps"] = f"{snapshot['step']:,}"
+        loss = loss_of(snapshot, url)
+        if loss is not None:
+            known["evaluation loss of these weights, nats a character"] = f"{loss:.4f}"
+        known["SHA-256 of the text's characters and of both parts in their codes"] = f"`{snapshot['corpus']}`"
         known["torch"] = snapshot["torch_version"]
     return known
+
+
+def loss_of(snapshot: Snapshot, url: str) -> float | None:
+    """The evaluation loss of the very weights in a snapshot; None where it isn't known.
+
+    A snapshot is written before its own step is evaluated, so the run's curve knows better, if it lies beside it.
+    """
+    is_in_its_run = is_in(url, snapshot["run"]["directory"])  # beside a copy could be another run's curves
+    curves = (learned(url) if is_in_its_run else None) or {"evaluation": []}
+    best = {snapshot["best_step"]: snapshot["best_eval_loss"]}
+    return {**best, **dict(curves["evaluation"])}.get(snapshot["step"])

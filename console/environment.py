@@ -1,6 +1,6 @@
-"""Armour: what must be settled before torch is loaded, which takes a second or more. A first reader can skip this file.
+"""What must be settled before torch is loaded, which takes a second or more.
 
-`main.py` and `generate.py` import it before everything else. A Python that is too old for the project must be able to
+The commands import it before everything else. A Python that is too old for the project must be able to
 read it as well: no new syntax here, and nothing new that is evaluated before the first check.
 """
 

@@ -1,6 +1,6 @@
 """A directory of a Hugging Face GPT-2 -> what a snapshot holds of a model, for `trainer_config.init_from`.
 
-Read it after `hugging_face.py`, which knows the names. It loads the package `safetensors` only where there is such a
+`names.py` knows the names. It loads the package `safetensors` only where there is such a
 directory. Files of others are data here, whatever they say: none of their code runs.
 """
 
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hugging_face import FIXED, PREFIX, SIZES, is_transposed, package, parameters
+from console.errors import described
+from hugging_face.names import FIXED, PREFIX, SIZES, is_transposed, package, parameters
 from model import GPTConfig
-from snapshot import Snapshot, first_line, local_path
+from snapshot import Snapshot, local_path
 
 
 def read_directory(url: str) -> Snapshot:
@@ -44,7 +45,7 @@ def read_directory(url: str) -> Snapshot:
         weights["wte.weight"] = weights["wte.weight"][sorted(range(len(characters)), key=characters.__getitem__)]
         weights["lm_head.weight"] = weights["wte.weight"]
     except Exception as error:  # odd contents raise almost anything
-        reason = error if isinstance(error, ValueError | OSError) else first_line(error)
+        reason = error if isinstance(error, ValueError | OSError) else described(error)
         raise ValueError(f"trainer_config.init_from={url} can't be taken over: {reason}") from error
     return {"model_config": vars(c), "vocabulary": "".join(sorted(characters)), "model": weights}
 
@@ -94,7 +95,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name} is not JSON ({first_line(error)})") from error
+        raise ValueError(f"{path.name} is not JSON ({described(error)})") from error
 
 
 def check_config(config: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Armour: one prompt after the other, for `python generate.py` on a terminal. A first reader can skip this file.
+"""One prompt after the other, for `python generate.py` on a terminal.
 
 The texts go to standard output and nothing else does, so that it can be sent to a file.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from char_dataset import CharVocabulary
-from sampling import check_sampling
+from sampling import Sampling
 
 COMMANDS = {  # name: (type, what it sets)
     "/temperature": (float, "0 is greedy, above 1 wild"),
@@ -111,7 +111,7 @@ def obey(line: str, arguments: argparse.Namespace) -> str:
         raise ValueError(f"{name} {value}: must be at least 0 and below 2^64")
     new = {key: None if key == "top_k" and number == 0 else number}
     settings = {**vars(arguments), **new}
-    check_sampling(settings["temperature"], settings["top_k"], settings["top_p"])
+    Sampling(settings["temperature"], True, settings["top_k"], settings["top_p"])  # raises where one is out of range
     vars(arguments).update(new)
     return f"{name[1:]} is {number!r} now"
 

@@ -1,4 +1,4 @@
-"""Armour: models and batches that don't fit into memory. A first reader can skip this file.
+"""Models and batches that don't fit into memory.
 
 What a step needs grows with its micro-batch, because each layer keeps its inputs until the backward pass has used them.
 This module keeps fewer of them, or finds a micro-batch that fits. `plan.py` works out the memory beforehand.
@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from config import TrainerConfig
-from distributed import all_reduce_max
+from console.errors import one_line
+from distributed import all_reduce_max, local
 from model import GPT, Block
-from sharding import local
 
 log = logging.getLogger(__name__)
 
@@ -44,28 +44,23 @@ class TwiceComputedBlock(Block):
         return output
 
 
-def choose_micro_batch(
-    model: GPT, optimizer: Optimizer, config: TrainerConfig, world_size: int, dtype: torch.dtype
-) -> int:
-    """The windows in one forward pass on one rank: what was asked for, or for "auto" the first that fits on all ranks.
+def largest_micro_batch(share: int, model: GPT, optimizer: Optimizer, config: TrainerConfig, dtype: torch.dtype) -> int:
+    """How many windows fit into a forward pass on every rank (`trainer_config.micro_batch_size=auto`).
 
     All ranks try the same number at the same time, since they may share a memory. Where one of them runs out of it,
     all go on to the next divisor of the rank's share that is at most half as large.
 
     Args:
+        share: a rank's share of an optimizer step, in windows.
         model: the model of the run, on its device, in whole or in shards.
         optimizer: the run's own, before its first step.
         config: what the user chose.
-        world_size: how many ranks there are.
         dtype: what matrix products are computed in.
 
     Raises:
         ValueError: on some rank not even one window fits; all ranks raise it.
     """
-    share = size = config.sequences_per_forward(world_size)
-    if config.micro_batch_size != "auto":
-        return share
-    recomputes = config.activation_checkpointing
+    size, recomputes = share, config.activation_checkpointing
     while size and all_reduce_max([not fits(size, model, optimizer, dtype, recomputes, accumulates=size < share)])[0]:
         size = smaller(size, share)
     device = next(model.parameters()).device
@@ -150,11 +145,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def out_of_memory(error: BaseException, device: torch.device) -> ValueError:
+def out_of_memory(error: BaseException) -> str:
     """The same error in words that say what to do."""
-    return ValueError(
-        f"out of memory on {device}: set trainer_config.micro_batch_size=auto, which halves it until it fits, or a "
-        "smaller number; trainer_config.activation_checkpointing=true needs less memory for each window, "
-        "trainer_config.strategy=fsdp shares the model out among several ranks, and trainer_config.plan=true says how "
-        f"much is needed ({error})"
+    return (
+        "out of memory: set trainer_config.micro_batch_size=auto, which halves it until it fits, or a smaller number; "
+        "trainer_config.activation_checkpointing=true needs less memory for each window, trainer_config.strategy=fsdp "
+        "shares the model out among several ranks, and trainer_config.plan=true says how much is needed "
+        f"({one_line(error)})"
     )

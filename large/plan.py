@@ -1,4 +1,4 @@
-"""Armour: what a run will need of memory and time, without making its model. A first reader can skip this file.
+"""What a run will need of memory and time, without making its model.
 
 `python main.py trainer_config.plan=true` prints it. A training step is taken with fake tensors, which have a type, a
 shape and a device, but no memory: torch works out every result's shape and computes nothing.
@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from char_dataset import CharDataset, WindowSampler
-from config import Config, TrainerConfig, choose_dtype
-from distributed import Ranks, all_gather
-from memory import recompute_in_backward, smaller
-from model import GPT, MODEL_TYPES, GPTConfig
+from config import MODEL_TYPES, Config, TrainerConfig
+from distributed import Ranks, all_gather, choose_dtype
+from large.memory import recompute_in_backward, smaller
+from large.sharding import check_shardable
+from model import GPT, GPTConfig
 from optimizer import OptimizerConfig, create_optimizer, split_parameters
-from sharding import check_shardable
 
 
 @dataclass
@@ -81,7 +81,7 @@ def work_out(
     sizes: GPTConfig, config: TrainerConfig, optimizer_config: OptimizerConfig, ranks: Ranks, micro_batch: int
 ) -> Needs:
     """What training needs with so many windows in a forward pass: two steps with fake tensors."""
-    dtype, live = choose_dtype(config, ranks.device), LiveBytes()
+    dtype, live = choose_dtype(ranks.device, config.use_amp, config.amp_dtype), LiveBytes()
     accumulation_steps = config.batch_size // (micro_batch * ranks.world_size)
     with FakeTensorMode(), torch.device(ranks.device), live:
         model = GPT(sizes)
@@ -210,8 +210,9 @@ def largest_that_fits(sizes: GPTConfig, config: Config, ranks: Ranks, memory: in
 def plan(config: Config, vocab_size: int, train_codes: np.ndarray, ranks: Ranks) -> list[str]:
     """What a run will need, in lines. All ranks call it, and measure at the same time."""
     settings, block_size = config.trainer_config, config.data_config.block_size
-    sizes = GPTConfig(**vars(config.gpt_config), vocab_size=vocab_size, block_size=block_size)
-    dtype, memory = choose_dtype(settings, ranks.device), memory_found(ranks.device)
+    sizes = config.model_config(vocab_size)
+    dtype = choose_dtype(ranks.device, settings.use_amp, settings.amp_dtype)
+    memory = memory_found(ranks.device)
     if settings.strategy == "fsdp":
         check_shardable(dtype, ranks.device)
     rate = matrix_rate(ranks.device, dtype, 1024 if ranks.device.type == "cpu" else 8192)

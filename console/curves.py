@@ -1,0 +1,32 @@
+"""A run's curves and samples, read back from TensorBoard's events."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+
+def read_events(run_dir: Path, points: int = 0) -> Any:
+    """TensorBoard's reader of a run's curves and samples; at most so many points of a curve, or all."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second to import
+
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": points, "tensors": 0})
+    events.Reload()
+    return events
+
+
+def scalars(events: Any, tag: str) -> list[tuple[int, float]]:
+    """A curve: (step, value) each; empty where there is none."""
+    return [(event.step, event.value) for event in events.Scalars(tag)] if tag in events.Tags()["scalars"] else []
+
+
+def learned(url: str) -> dict[str, Any] | None:
+    """The losses and samples in the TensorBoard events beside a snapshot; None where there are none."""
+    folder = Path(url).parent
+    if not any(folder.glob("events.out.tfevents.*")):
+        return None
+    events, tag = read_events(folder, 500), "samples/text_summary"
+    samples = [
+        [event.step, re.sub(r"^    ", "", event.tensor_proto.string_val[0].decode(), flags=re.MULTILINE)]
+        for event in (events.Tensors(tag) if tag in events.Tags()["tensors"] else [])
+    ]
+    return {"training": scalars(events, "train/loss"), "evaluation": scalars(events, "eval/loss"), "samples": samples}

@@ -1,0 +1,74 @@
+"""What to type instead of a command that can't be run, and what `--help` prints."""
+
+import difflib
+import shlex
+from dataclasses import fields
+
+from config import PROJECT, Config
+from console.errors import one_line
+
+KEYS = {group: [key.name for key in fields(values)] for group, values in vars(Config()).items()}
+EXPLAINED = "gpt2_train_cfg.yaml explains all keys and their values"
+
+
+def explain(error: BaseException, typed: list[str], recipes: list[str]) -> str:
+    """What is wrong with a command, in one line, and what to type instead where that can be known.
+
+    Args:
+        error: the complaint: Hydra's, OmegaConf's or our own.
+        typed: the command's arguments.
+        recipes: the names that `+recipe=` may have.
+    """
+    if not type(error).__module__.startswith(("hydra", "omegaconf")):
+        return one_line(error)
+    lines = [str(e).splitlines()[0].rstrip(".:") for e in (error, error.__cause__) if e is not None]  # these say it
+    if lines[0].startswith("Ambiguous value"):
+        return f"{lines[0]}: several values need -m, as in python main.py -m {shlex.join(typed)}"
+    if hasattr(error, "override") and "=" in error.override:  # Hydra's grammar stumbled over this argument
+        return f"{error.override}: {lines[0]}; put a value with special characters in quotes: \"KEY='VALUE'\""
+    return hint(typed, recipes) or f"{', '.join(lines)}; {EXPLAINED}"
+
+
+def hint(typed: list[str], recipes: list[str]) -> str:
+    """What to type in place of the first argument that names no key, in one line; empty where all name one.
+
+    A wrong guess is worse than none: where no key of the group is much like what was typed, all of them are listed.
+    """
+    for argument, following in zip(typed, [*typed[1:], ""], strict=False):
+        name, equals, value = argument.lstrip("-+~").partition("=")
+        if not equals:  # a blank in its place
+            value = following if following and "=" not in following else "VALUE"
+        group, _, key = name.replace("-", "_").rpartition(".")
+        homes = [home for home in (group, *KEYS) if key in KEYS.get(home, ())]
+        listed = ""
+        if difflib.get_close_matches(name, ["recipe"], cutoff=0.7):
+            close = [difflib.get_close_matches(part, recipes, 1) for part in value.split(",")]
+            meant = f"+recipe={','.join(name for names in close for name in names) or 'NAME'}"
+            listed = f" The recipes are {', '.join(recipes)};"
+        elif homes:  # the right key, perhaps without its group, or as an option
+            meant = f"{homes[0]}.{key}={value}"
+        elif group in KEYS:
+            close_keys = difflib.get_close_matches(key, KEYS[group], 1, cutoff=0.75)
+            if not close_keys:
+                return f"{argument}: {group} has no such key; its keys are {', '.join(KEYS[group])}; {EXPLAINED}"
+            meant = f"{group}.{close_keys[0]}={value}"
+        else:
+            continue
+        if meant != argument:
+            return f"{argument}: did you mean {shlex.quote(meant)}?{listed} {EXPLAINED}"
+    return ""
+
+
+def help_text() -> str:
+    """What --help prints: the configuration file with its comments, and the recipes with their first lines."""
+    keys = (PROJECT / "gpt2_train_cfg.yaml").read_text(encoding="utf-8")
+    recipes = {path.stem: path.read_text(encoding="utf-8") for path in sorted((PROJECT / "recipes").glob("*.yaml"))}
+    return "\n".join(
+        [
+            f"Keys (set any of them as group.key=value):\n\n{keys[keys.index('data_config:') : keys.index('hydra:')]}",
+            "hydra.run.dir=DIR: the run directory; it holds the snapshots, the curves and main.log",
+            "-m: values separated by commas are tried in turn, and compared",
+            "--cfg job: print what the configuration comes to, and end\n\nRecipes:\n",
+            *(f"  +recipe={name:12} {text.splitlines()[0].lstrip('# ')}" for name, text in recipes.items()),
+        ]
+    )

@@ -1,0 +1,59 @@
+"""The runs of a sweep: how each ended, the table of all, the name of each one's directory."""
+
+import hashlib
+import math
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+
+
+@dataclass
+class Outcome:
+    """How a run of a sweep ended."""
+
+    number: int  # in the order of the runs, from 1 on
+    run_dir: str
+    loss: float = math.nan  # the lowest evaluation loss, nats a character
+    failure: str = ""  # why it failed, in one line; empty where it didn't
+
+    def note(self, error: BaseException) -> bool:
+        """Say and remember what has ended the run; tell whether it was a failure, and not a signal."""
+        code = error.code if isinstance(error, SystemExit) else None
+        if not isinstance(error, Exception | SystemExit) or (isinstance(code, int) and code > 128):
+            self.failure = "stopped"
+            return False
+        if isinstance(error, Exception):  # a bug
+            traceback.print_exception(error)
+            code = f"{type(error).__name__}: {error}"
+        self.failure = " ".join(str(code).split()).removeprefix("error: ")
+        if not isinstance(code, int):  # the other ranks leave the word to rank 0
+            sys.stderr.write(f"run {self.number} failed: {self.failure}\n")
+        return True
+
+
+def sweep_table(outcomes: list[Outcome]) -> str:
+    """The runs of a sweep, one in each line: the lowest loss first, then those without a number, then the failed."""
+
+    def place(run: Outcome) -> tuple[bool, bool, float, int]:
+        is_number = math.isfinite(run.loss)
+        return bool(run.failure), not is_number, run.loss if is_number else 0.0, run.number
+
+    lines = [
+        f"  run {run.number}: {f'failed: {run.failure}' if run.failure else f'evaluation loss {run.loss:.4f}'}"
+        f"  {run.run_dir}"
+        for run in sorted(outcomes, key=place)
+    ]
+    return "\n".join(["", "the runs of this sweep, best first:", *lines, ""])
+
+
+def directory_name(overrides: str) -> str:
+    """The name of a sweep's run directory: its overrides, readable, and another for every other list of overrides.
+
+    Where something had to be replaced or cut off, a digest of the whole makes the difference. 255 bytes is what most
+    file systems allow; the rest is for names that are made from this one.
+    """
+    name = re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", overrides)
+    name = name.encode(errors="replace")[:200].decode(errors="ignore")
+    digest = hashlib.sha256(overrides.encode(errors="surrogatepass")).hexdigest()[:8]
+    return name if name == overrides else f"{name}-{digest}"

@@ -1,0 +1,1 @@
+"""Texts, and where they come from."""

@@ -1,0 +1,72 @@
+"""Models that one device can't hold, shared out among the ranks (`trainer_config.strategy=fsdp`).
+
+Under `ddp`, every rank holds the whole model, its gradients and the optimizer's state. Under `fsdp` ("fully sharded
+data parallel", FSDP2 in torch), a rank holds a *shard* of every tensor: some of its rows. Before a block computes, the
+ranks gather its weights; afterwards each forgets those that aren't its own. After the backward pass of a block, the
+gradients are summed, and each rank keeps its shard of the sum. Shards are DTensors, which know what they are a part of.
+The results agree with those of `ddp` up to rounding, and the snapshots have the same form.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from distributed import gather_tensors
+from model import GPT
+
+
+def shard(model: GPT, dtype: torch.dtype, is_compiled: bool, device: torch.device) -> nn.Module:
+    """`distributed.distribute` for the strategy "fsdp"."""
+    check_shardable(dtype, device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # Gathered in bfloat16, which is half the bytes; gradients are added up in float32. What is left over for the root,
+    # the embeddings and the last norm, stays float32: the residual stream begins there, and is float32 under `ddp` too.
+    narrow = dtype if dtype == torch.bfloat16 else None
+    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.h:
+        for module in block.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.__class__ = WideLayerNorm
+        if is_compiled:
+            block.compile()  # block by block: the gathering in between is no part of a graph
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    # By default, the root's weights stay gathered after a forward pass, and an evaluation would leave them so.
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    return model
+
+
+class WideLayerNorm(nn.LayerNorm):
+    """A norm in its input's float32, although its weights were gathered in bfloat16; CPUs refuse the mix."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)"""
+        weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+def check_shardable(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError where a model can't be sharded."""
+    if dtype == torch.float16:
+        raise ValueError(
+            "trainer_config.strategy=fsdp can't be had with float16: each rank would see overflows in its own shards "
+            "alone, and leave out other steps than the rest; use amp_dtype=bfloat16 or float32"
+        )
+    if device.type == "mps":
+        raise ValueError("trainer_config.strategy=fsdp can't be had on device mps; use trainer_config.strategy=ddp")
+
+
+def plain_copy(model: GPT) -> GPT | None:
+    """A model that works without the other ranks, to write text with; all ranks must ask.
+
+    It is gathered in rank 0's main memory, where the largest model fits; the other ranks get None.
+    """
+    weights = gather_tensors(model.state_dict(keep_vars=True))
+    if dist.get_rank() != 0:
+        return None
+    with torch.device("meta"):
+        copy = GPT(model.config)
+    copy.load_state_dict(weights, assign=True)  # the head, too: it has the embedding's name as well
+    return copy
