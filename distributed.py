@@ -134,7 +134,7 @@ def choose_dtype(device: torch.device, use_amp: bool, amp_dtype: str) -> torch.d
     # 3. What the user insists on, wherever torch can do it at all (slowly, perhaps: that is how CPUs test float16).
     if not torch.amp.is_autocast_available(device.type):
         raise ValueError(
-            f"trainer_amp_dtype={amp_dtype} can't be had on device {device.type}, which has no mixed "
+            f"trainer_config.amp_dtype={amp_dtype} can't be had on device {device.type}, which has no mixed "
             "precision in this torch; use amp_dtype=auto"
         )
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}[amp_dtype]
@@ -210,14 +210,6 @@ def all_reduce_sum(values: list[float]) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor)
     return tensor.tolist()
-
-
-def gather_on_main(values: list[float], ranks: Ranks) -> list[list[float]]:
-    """The values of every rank, in order of ranks, on rank 0; an empty list on the others."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    gathered = [torch.empty_like(tensor) for _ in range(ranks.world_size)] if ranks.is_main else None
-    dist.gather(tensor, gathered, dst=0)
-    return [t.tolist() for t in gathered or []]
 
 
 def all_gather(value: Any) -> list[Any]:

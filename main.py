@@ -1,7 +1,7 @@
 """Entry point: configuration -> ranks -> text -> model -> Trainer.
 
 Start it as `python main.py`, or with `torchrun --standalone --nproc_per_node=N main.py` for several processes. Read
-`run` first, it is the table of contents; then `build_trainer`. Only this module knows Hydra.
+`run` first, it is the table of contents; then `build_trainer`. `generate.py` comes next. Only this module knows Hydra.
 """
 
 from console import environment  # isort: skip, before torch is loaded
@@ -37,8 +37,6 @@ from console.reporter import Reporter
 from console.sweep import Outcome, directory_name, sweep_table
 from data.corpus import find_text, read_text
 from distributed import Ranks, choose_dtype, is_alone, is_rank_0, leave, leave_if_lost, process_group
-from large.machines import check_alike, versions, warn_of_separate_disks
-from large.memory import is_out_of_memory, out_of_memory, recompute_in_backward
 from model import GPT
 from saving.moving import lock
 from saving.run_snapshots import RunError, RunSnapshots
@@ -105,13 +103,18 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str) -> Trai
 
         base = load_base(c, snapshots, ranks)  # the model to fine-tune; its vocabulary stays
         text = encode_for(base, path, config.data_config)
-    check_alike({"text": text.fingerprint[:12]}, ranks)
+    if ranks.world_size > 1:
+        from large.machines import check_alike
+
+        check_alike({"text": text.fingerprint[:12]}, ranks)
 
     torch.manual_seed(c.seed)  # the same on every rank: they start as one model
     model = GPT(config.model_config(len(text.vocabulary)))
     if c.init_from is not None:
         start_from(model, base)
     if c.activation_checkpointing:
+        from large.memory import recompute_in_backward
+
         recompute_in_backward(model)
     reporter = Reporter(run_dir, ranks.is_main, c.dry_run, c.profile)
     return Trainer(config, text, model, ranks, reporter, snapshots)
@@ -184,6 +187,8 @@ def told_in_one_line(run_dir: str, errors: tuple[type[Exception], ...]) -> Itera
         environment.remove_directories(run_dir)
         raise
     except RuntimeError as error:
+        from large.memory import is_out_of_memory, out_of_memory
+
         if is_out_of_memory(error):
             sys.exit(f"error: {out_of_memory(error)}")
         leave_if_lost(error)
@@ -203,8 +208,11 @@ def read_config(cfg: DictConfig) -> Config:
 def start_together(config: Config, ranks: Ranks, run_dir: str) -> None:
     """See that all ranks start from the same, that no other run is at work here, and where the log goes."""
     c = config.trainer_config
-    precision = f"{choose_dtype(ranks.device, c.use_amp, c.amp_dtype)} on {ranks.device.type}"
-    check_alike({**versions(config.as_dict()), "precision": precision}, ranks)
+    precision = choose_dtype(ranks.device, c.use_amp, c.amp_dtype)  # raises where it can't be had
+    if ranks.world_size > 1:
+        from large.machines import check_alike, versions
+
+        check_alike({**versions(config.as_dict()), "precision": f"{precision} on {ranks.device.type}"}, ranks)
     writes = ranks.is_main and not (c.dry_run or c.plan)
     if writes:
         lock(run_dir)
@@ -221,7 +229,10 @@ def begin_files(cfg: DictConfig, trainer: Trainer, run_dir: str) -> None:
     open_log_file()
     if trainer.config.dry_run:
         return
-    warn_of_separate_disks(trainer.snapshots.url, trainer.ranks)
+    if trainer.ranks.world_size > 1:
+        from large.machines import warn_of_separate_disks
+
+        warn_of_separate_disks(trainer.snapshots.url, trainer.ranks)
     if trainer.ranks.is_main:
         OmegaConf.save(cfg, Path(run_dir) / "config.yaml", resolve=True)
 

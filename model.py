@@ -1,7 +1,7 @@
 """The GPT: a decoder-only transformer with GPT-2's block structure, written bottom-up.
 
-Read it after `char_dataset.py`, which makes its input. `sampling.py` comes next: it turns
-the logits that this one returns into a token.
+Read it after `char_dataset.py`, which makes its input. `sampling.py` comes next: it turns the logits that this one
+returns into a token.
 
 Legend of the shapes in the comments:
 
@@ -81,7 +81,8 @@ class CausalSelfAttention(nn.Module):
             cache[0, :, :, start : start + T], cache[1, :, :, start : start + T] = k, v
             k, v = cache[:, :, :, : start + T]  # (B, nh, S, hs) each
 
-        # softmax(q kᵀ / √hs) v with everything after the query's own position hidden. is_causal aligns its triangle
+        # softmax(q kᵀ / √hs) v with everything after the query's own position hidden: torch's fused attention, in the
+        # type in which this device is fast. is_causal aligns its triangle
         # with key 0, which is right only where queries and keys start together; the single query that follows cached
         # keys is the newest token, and sees them all.
         dropout_p = self.attn_pdrop if self.training else 0.0  # the function doesn't know about eval()

@@ -1,8 +1,9 @@
 """Muon: the optimizer that the default run uses for the matrices of the blocks. For a second reading.
 
 A gradient's matrix has a few large singular values and many small ones, so most directions in it are hardly learned.
-Muon keeps an average of the gradients and replaces it by the nearest orthogonal matrix, whose singular values are all
-1: every direction is learned at the same speed. `optimizer.py` decides which parameters it gets.
+Muon keeps an average of the gradients, and in its place takes a matrix with the same directions whose singular values
+are all near 1: every direction is learned at about the same speed. `optimizer.py` decides which parameters it gets.
+`trainer.py` comes next.
 """
 
 import math

@@ -50,6 +50,7 @@ from optimizer import (
     set_learning_rate,
 )
 from saving.contents import check_continuable, differences
+from saving.finding import model_of
 from saving.run_snapshots import RunError, RunSnapshots
 from snapshot import Snapshot
 
@@ -184,7 +185,7 @@ class Trainer:
         with self.autocast:
             own = sum_losses(self.raw_model, batches)
         sums = all_gather(own)  # (sum of the losses, number of targets) of each rank, on every rank
-        if len(sums) > 1:
+        if len(sums) > 1 and self.ranks.is_main:
             per_rank = ", ".join(f"{loss_sum / max(count, 1):.4f} on {count}" for loss_sum, count in sums)
             log.info("losses of the ranks, text of %d characters: %s characters", len(codes), per_rank)
         # Sum first, divide once: ranks may hold different counts. All add up the same numbers in the same order.
@@ -234,7 +235,7 @@ class Trainer:
         if snapshot["scaler"]:  # empty where the run wasn't in float16 up to now
             self.scaler.load_state_dict(snapshot["scaler"])
         self.state.step = snapshot["step"]
-        self.state.best_eval_loss, self.state.best_step = snapshot["best"]  # `RunSnapshots.open` has put it there
+        self.state.best_eval_loss, self.state.best_step = snapshot["best"]  # of the best snapshot, perhaps a newer one
         # Where the run once began stays in its snapshots, also when it isn't named any more.
         began = snapshot["config"].get("trainer_config", {}).get("init_from")
         self.full_config["trainer_config"]["init_from"] = began
@@ -330,12 +331,11 @@ class Trainer:
 
         Rank 0 alone writes it; on the others it is empty.
         """
-        model: GPT | None = self.raw_model
-        if length > 0 and is_sharded(self.raw_model):
-            from large.sharding import plain_copy
-
-            model = plain_copy(self.raw_model)  # the other ranks help to gather it
-        if length == 0 or model is None or not self.ranks.is_main:
+        model = self.raw_model
+        if length > 0 and is_sharded(model):  # no rank can write with its shards alone: all help to gather a whole one
+            weights = gather_tensors(model.state_dict(keep_vars=True))
+            model = model_of({"model_config": vars(model.config), "model": weights}) if self.ranks.is_main else model
+        if length == 0 or not self.ranks.is_main:
             return ""
         device, vocabulary = model.wte.weight.device, self.text.vocabulary
         idx = vocabulary.encode(vocabulary.start)[None].to(device)  # (1, 1)

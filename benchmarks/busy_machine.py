@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from _common import PROJECT, Figures, measure_in_turns, print_table, report
 
@@ -32,20 +33,20 @@ SETTINGS = {
 
 def train(text: str, steps: int, precision: str) -> None:
     """Train, and report the median milliseconds of the steps in the second half."""
-    import environment  # noqa: F401, isort: skip, before torch is loaded
+    from console import environment  # noqa: F401, isort: skip, before torch is loaded
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
     from config import Config
+    from console.reporter import Reporter
     from distributed import leave, process_group
     from main import build_trainer
-    from report import Reporter
 
     with tempfile.TemporaryDirectory() as run_dir, process_group(10) as ranks:
         with initialize_config_dir(str(PROJECT), version_base="1.3"):
             overrides = compose("gpt2_train_cfg", [f"trainer_config.amp_dtype={precision}"])
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), overrides))
-        trainer = build_trainer(config, text, ranks, run_dir, {})  # type: ignore[arg-type]
+        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), overrides))
+        trainer = build_trainer(config, text, ranks, run_dir)
         trainer.reporter = Reporter(run_dir, is_main=False)
         batches, durations = trainer._batches(), []
         for _ in range(steps):

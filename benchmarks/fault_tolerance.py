@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import _common
 from _common import PROJECT, print_table
@@ -19,10 +20,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from config import Config
+from console.reporter import Reporter
 from distributed import process_group
 from main import build_trainer
-from report import Reporter
-from trainer import Trainer, sample
+from trainer import Trainer
 
 
 def milliseconds(function: object, times: int) -> float:
@@ -44,8 +45,8 @@ def main() -> None:
     steps, rounds = (3, 1) if arguments.quick else (20, 5)
     with tempfile.TemporaryDirectory() as run_dir, process_group(10) as ranks, contextlib.ExitStack() as stack:
         stack.enter_context(initialize_config_dir(str(PROJECT), version_base="1.3"))
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), compose("gpt2_train_cfg")))
-        trainer: Trainer = build_trainer(config, arguments.text, ranks, run_dir, {})  # type: ignore[arg-type]
+        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), compose("gpt2_train_cfg")))
+        trainer: Trainer = build_trainer(config, arguments.text, ranks, run_dir)
         trainer.reporter = Reporter(run_dir, is_main=False)
         batches, agree = trainer._batches(), trainer._agree_to_step
 
@@ -69,8 +70,8 @@ def main() -> None:
         without_fsync = milliseconds(lambda: trainer._save(), rounds * 4)
         os.fsync = fsync
         evaluation = milliseconds(trainer.evaluate, rounds)
-        passage = milliseconds(lambda: trainer.evaluate_on(trainer.train_passage), rounds)
-        line = milliseconds(lambda: sample(trainer, 64), rounds)
+        passage = milliseconds(lambda: trainer.evaluate_on(trainer._train_passage()), rounds)
+        line = milliseconds(lambda: trainer.sample(64), rounds)
         if ranks.is_main:
             size = os.path.getsize(url) / 1e6
             with_, without = (statistics.median(durations[name]) for name in ("with", "without"))

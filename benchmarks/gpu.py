@@ -44,21 +44,21 @@ from typing import Any
 
 import torch
 from _common import PROJECT, environment, machine, print_table
-from data.corpus import download_corpus
 from generation import LARGE, PROMPT, SMALL, V, generate_uncached, make_model
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from large.plan import model_flops
 from startup import seconds_to_first_step
 from time_to_loss import Run, read_curve
 from torch import Tensor
 
 from config import Config
+from console.reporter import peak_memory
+from data.corpus import download_corpus
 from distributed import leave, process_group
+from large.plan import model_flops
 from main import build_trainer
-from report import peak_memory
 from snapshot import load_snapshot
-from trainer import Trainer, run_eagerly, sample
+from trainer import Trainer, run_eagerly
 
 STRATEGIES = ["ddp", "fsdp"]  # the values of trainer_config.strategy, of which the first is the default
 
@@ -207,10 +207,10 @@ def time_steps(trainer: Trainer, warm_up: int, steps: int) -> Result:
         host.append(1e3 * (time.perf_counter() - begin))
 
     parts = time_parts(trainer, step, batches, max(3, steps // 3))
-    peak = peak_memory(device)
+    peak = peak_memory()
     with run_eagerly(trainer.config.compile):
         evaluation = milliseconds_of(trainer.evaluate, device)
-        short_sample = milliseconds_of(lambda: sample(trainer, 64), device)
+        short_sample = milliseconds_of(lambda: trainer.sample(64), device)
     return {
         "tokens_per_second": trainer.config.batch_size * trainer.block_size / seconds,
         "step_ms": 1e3 * seconds,
@@ -234,7 +234,7 @@ def measure_steps(text: str, is_quick: bool, overrides: list[str]) -> Result:
         tempfile.TemporaryDirectory() as run_dir,
         process_group(settings.timeout_minutes, settings.device, settings.strategy == "fsdp") as ranks,
     ):
-        trainer = build_trainer(config, text, ranks, run_dir, {})
+        trainer = build_trainer(config, text, ranks, run_dir)
         try:
             result = time_steps(trainer, *((1, 3) if is_quick else (10, 30)))
         except torch.OutOfMemoryError:

@@ -5,7 +5,7 @@ passed and the whole passage is coloured, and the characters a second of the but
 itself counts them. Each round opens the page in a new context, so nothing is cached; one round before the first fills
 the file cache and is not counted. The figures are medians of five (--rounds).
 
-    python benchmarks/page.py [--snapshot URL] [--quick]
+    python benchmarks/page_speed.py [--snapshot URL] [--quick]
 
 Unit: seconds of wall time, characters a second, MB.
 """
@@ -20,7 +20,8 @@ from _common import PROJECT, Figures, measure_in_turns, print_table
 from playwright.sync_api import Browser, sync_playwright
 
 sys.path.insert(0, str(PROJECT))
-import look
+from page.making import make_page
+from saving.finding import find_snapshot
 
 
 def open_and_write(browser: Browser, file: Path) -> Figures:
@@ -49,7 +50,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         file = Path(folder) / "look.html"
-        page = look.look(argparse.Namespace(text="", snapshot=arguments.snapshot, float32=False))
+        page = make_page(*find_snapshot(arguments.snapshot))
         file.write_text(page, encoding="utf-8")
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
         contestants = {"page": lambda: open_and_write(browser, file)}

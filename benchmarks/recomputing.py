@@ -18,10 +18,10 @@ from typing import Any
 from _common import PROJECT, Figures, measure_in_turns, print_table, report, run_measurement
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from large.plan import work_out
 
 from config import Config
 from distributed import leave, process_group
+from large.plan import work_out
 from main import build_trainer
 
 SIZES = ["data_config.block_size=256", "gpt_config.n_layer=8", "gpt_config.n_embd=256", "trainer_config.batch_size=16"]
@@ -42,7 +42,7 @@ def measure(text: str, steps: int, overrides: list[str]) -> Figures:
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))
         before, seconds = memory_of_this_process("VmRSS"), []
         with tempfile.TemporaryDirectory() as run_dir, process_group(1.0, "cpu") as ranks:
-            trainer = build_trainer(config, text, ranks, run_dir, {})
+            trainer = build_trainer(config, text, ranks, run_dir)
             batches = trainer._batches()
             trainer.model.train()
             for _ in range(number):

@@ -40,13 +40,13 @@ import torch
 from _common import PROJECT, Figures, measure_in_turns, print_table, report, run_measurement
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from large.plan import matrix_rate, model_flops, muon_flops
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from config import Config
 from distributed import leave, process_group
+from large.plan import matrix_rate, model_flops, muon_flops
 from main import build_trainer
 from trainer import Trainer
 
@@ -93,7 +93,7 @@ def measure_training(name: str, text: str, steps: int, overrides: list[str]) -> 
         cfg = compose("gpt2_train_cfg", overrides=overrides)
     config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))
     with tempfile.TemporaryDirectory() as run_dir, process_group(config.trainer_config.timeout_minutes) as ranks:
-        trainer = build_trainer(config, text, ranks, run_dir, {})
+        trainer = build_trainer(config, text, ranks, run_dir)
         batches = trainer._batches()
         trainer.model.train()
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,10 +15,16 @@ def one_line(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """The type and the first line of what a library's error says; of the first in a chain, which is the cause."""
+    """The type of a library's error, and the beginning of what it says."""
+    words = textwrap.shorten(one_line(error), 300, placeholder=" ...")
+    return f"{type(error).__name__}: {words or 'no reason given'}"
+
+
+def cause(error: BaseException) -> BaseException:
+    """The first of a chain of errors: fsspec says "not found" for most others."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+    return error
 
 
 @contextmanager

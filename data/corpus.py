@@ -9,7 +9,7 @@ import fsspec
 
 from char_dataset import DataConfig
 from config import PROJECT
-from console.errors import described
+from console.errors import cause, described
 from distributed import Ranks, all_gather
 from snapshot import temporary_beside
 
@@ -59,7 +59,7 @@ def read_text(path: str) -> str:
             content = file.read()
     except Exception as error:  # each of fsspec's backends raises errors of its own
         raise ValueError(
-            f"data_config.path={path} can't be read ({described(error)}); "
+            f"data_config.path={path} can't be read ({described(cause(error))}); "
             "give a UTF-8 text file, or any fsspec URL of one"
         ) from error
     try:
@@ -100,7 +100,7 @@ def download_corpus(path: Path, url: str = CORPUS_URL, sha256: str = CORPUS_SHA2
         with fsspec.open(url, "rb", **options) as source:
             content = source.read()
     except Exception as error:  # each of fsspec's backends raises errors of its own
-        raise OSError(f"{url}: {described(error)}") from error
+        raise OSError(f"{url}: {described(cause(error))}") from error
     digest = hashlib.sha256(content).hexdigest()
     if digest != sha256:
         raise OSError(f"{url}: got {len(content)} bytes with SHA-256 {digest}, expected {sha256}")

@@ -1,10 +1,10 @@
 """Draws the pictures of README.md and TUTORIAL.md, from the project's own functions and from runs.
 
-python docs/pictures.py mask schedule ranks restart     # the ones named, or all four: docs/NAME.png
-python docs/pictures.py curves RUN_DIR RUN_DIR          # docs/curves.png from two finished runs' TensorBoard events
-python docs/pictures.py run RUN_DIR                     # docs/run.png: one run's losses, and what it writes on the way
-python docs/pictures.py terminal COMMAND ...            # docs/terminal.gif: the command, run and recorded in a terminal
-python docs/pictures.py page look.html                  # docs/page.png: two parts of a page of look.py, by Chromium
+python docs/pictures.py mask schedule muon ranks restart  # the ones named, or all five: docs/NAME.png
+python docs/pictures.py curves RUN_DIR RUN_DIR            # docs/curves.png from two finished runs' TensorBoard events
+python docs/pictures.py run RUN_DIR                       # docs/run.png: one run's losses, and what it writes meanwhile
+python docs/pictures.py terminal COMMAND ...              # docs/terminal.gif: the command, recorded in a terminal
+python docs/pictures.py page look.html                    # docs/page.png: two parts of a page of look.py, by Chromium
 """
 
 import os
@@ -33,8 +33,10 @@ PROJECT = DOCS.parent
 sys.path[:0] = [str(PROJECT), str(DOCS / "mistakes")]
 
 from char_dataset import CharDataset, CharVocabulary, WindowSampler  # noqa: E402
+from config import Config  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from optimizer import learning_rate_factor  # noqa: E402
+from muon import MuonWithAdamW, orthogonalize  # noqa: E402
+from optimizer import create_optimizer, learning_rate_factor, set_learning_rate  # noqa: E402
 from snapshot import load_snapshot  # noqa: E402
 
 BLUE, ORANGE, GREEN, RED, GREY = "#1f77b4", "#e07b00", "#2a8a3e", "#c22f2f", "#8a8a8a"  # told apart without colour too
@@ -107,6 +109,46 @@ def draw_schedule() -> None:
     axis.set(xlabel="optimizer step", ylabel="factor of the peak learning rate", ylim=(0, 1.05), xlim=(0, total + 100))
     axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     save(figure, "schedule")
+
+
+def gradient_average(name: str, steps: int) -> tuple[Tensor, int]:
+    """Train the default model on the bundled play: (a matrix's average of gradients, Muon's Newton-Schulz steps)."""
+    from _shared import batch_of, read_parts
+
+    config = Config()
+    T, c = config.data_config.block_size, config.optimizer_config
+    codes, _, vocab_size = read_parts(T, quick=True)
+    torch.manual_seed(config.trainer_config.seed)
+    model = GPT(config.model_config(vocab_size))
+    optimizer = create_optimizer(model, c)
+    assert isinstance(optimizer, MuonWithAdamW)
+    for step in range(steps):
+        set_learning_rate(optimizer, learning_rate_factor(step, c.warmup_steps, 1100, c.min_lr_ratio, c.lr_decay))
+        _, loss = model(*batch_of(codes, T, config.trainer_config.batch_size, seed=step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.state[model.get_parameter(name)]["momentum_buffer"], optimizer.parts["muon"].defaults["ns_steps"]
+
+
+def draw_muon() -> None:
+    """The singular values of a matrix's average of gradients, and of what Muon makes of it."""
+    average, ns_steps = gradient_average("h.1.mlp.c_fc.weight", steps=100)
+    update = orthogonalize(average[None], torch.float32, ns_steps)[0]
+    before, after = torch.linalg.svdvals(average), torch.linalg.svdvals(update)
+    before = before / before[0]
+    figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    numbers = range(1, len(before) + 1)
+    axis.plot(numbers, before, color=BLUE, label="before: the average of the gradients (its largest set to 1)")
+    axis.plot(numbers, after, color=ORANGE, linestyle="--", label="after: what Muon makes of it")
+    for values, height, colour in ((before, 0.14, BLUE), (after, 1.1, ORANGE)):
+        words = f"{int((values > 0.5).sum())} of {len(values)} above 0.5"
+        axis.text(0.5 * len(values), height, words, ha="center", color=colour)
+    axis.axhline(0.5, color=GREY, linewidth=0.8)
+    axis.set(xlabel="direction, from the strongest to the weakest", ylabel="strength (singular value)")
+    axis.set(xlim=(1, len(before)), ylim=(0, 1.35))
+    axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    save(figure, "muon")
 
 
 def draw_ranks() -> None:
@@ -345,7 +387,7 @@ def draw_page(file: str) -> None:
 def main() -> None:
     """Draw what the command line names."""
     torch.set_num_threads(1)
-    names = sys.argv[1:] or ["mask", "schedule", "ranks", "restart"]
+    names = sys.argv[1:] or ["mask", "schedule", "muon", "ranks", "restart"]
     if names[0] == "curves":
         if len(names) != 3:
             sys.exit("error: name two run directories: python docs/pictures.py curves RUN_DIR RUN_DIR")
@@ -366,7 +408,10 @@ def main() -> None:
             sys.exit("error: name a page of look.py: python docs/pictures.py page look.html")
         draw_page(names[1])
         return
-    functions = {"mask": draw_mask, "schedule": draw_schedule, "ranks": draw_ranks, "restart": draw_restart}
+    functions = {
+        **{"mask": draw_mask, "schedule": draw_schedule, "muon": draw_muon},
+        **{"ranks": draw_ranks, "restart": draw_restart},
+    }
     for name in names:
         if name not in functions:
             sys.exit(

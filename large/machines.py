@@ -47,10 +47,7 @@ def program_files() -> list[Path]:
 
 def warn_of_separate_disks(snapshot_path: str, ranks: Ranks) -> None:
     """Warn where other nodes don't see the files that rank 0 writes, the snapshots above all."""
-    path = local_path(snapshot_path)
-    if ranks.world_size == 1:
-        return
-    name = ""
+    path, name = local_path(snapshot_path), ""
     if ranks.is_main and path is not None:
         name = f".{uuid.uuid4().hex}.tmp"  # `snapshot.prepare` removes what a killed process has left
         Path(path + name).touch()

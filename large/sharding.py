@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from distributed import gather_tensors
 from model import GPT
 
 
@@ -56,17 +55,3 @@ def check_shardable(dtype: torch.dtype, device: torch.device) -> None:
         )
     if device.type == "mps":
         raise ValueError("trainer_config.strategy=fsdp can't be had on device mps; use trainer_config.strategy=ddp")
-
-
-def plain_copy(model: GPT) -> GPT | None:
-    """A model that works without the other ranks, to write text with; all ranks must ask.
-
-    It is gathered in rank 0's main memory, where the largest model fits; the other ranks get None.
-    """
-    weights = gather_tensors(model.state_dict(keep_vars=True))
-    if dist.get_rank() != 0:
-        return None
-    with torch.device("meta"):
-        copy = GPT(model.config)
-    copy.load_state_dict(weights, assign=True)  # the head, too: it has the embedding's name as well
-    return copy

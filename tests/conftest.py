@@ -1,15 +1,20 @@
-"""What the tests share: small models, small texts, and real processes that run the program."""
+"""What the tests share: small models, small texts, and processes that run the program."""
 
+import itertools
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
+from warm import MARK, Child, Warm, end_all
 
 PROJECT = Path(__file__).resolve().parent.parent
 SAMPLE_TEXT = PROJECT / "data" / "sample.txt"
@@ -24,10 +29,14 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # What is compared to the bit is compared on the CPU, also where there are GPUs.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Whatever the tests start inherits this, and by it is found and ended when they end.
+os.environ[MARK] = f"{os.getpid()}:"
 
 # Seconds after which something counts as hanging. A loaded machine may take ten times as long as an idle one, so no
 # test asks how long something takes: what must happen at once is counted in steps, or by a clock that the test moves.
 HANGS = 300.0
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 # A run of seconds: a model of 8,000 parameters, 20 steps, in float32 so that results compare exactly.
 TINY_SIZES = [
@@ -48,6 +57,18 @@ TINY_SIZES = [
 ]
 TINY_RUN = [f"data_config.path={SAMPLE_TEXT}", *TINY_SIZES]
 
+SERVERS: list[Warm] = []  # none yet, or one
+
+NUMBERS = itertools.count()  # of the tests
+STARTED: list[Child] = []  # forks, whose environment can't be seen from outside
+
+
+def warm() -> Warm | None:
+    """The process that forks for each start; None where there is no fork."""
+    if not SERVERS and hasattr(os, "fork"):
+        SERVERS.append(Warm())
+    return SERVERS[0] if SERVERS else None
+
 
 def run_program(
     *command: object,
@@ -55,10 +76,23 @@ def run_program(
     env: dict[str, str] | None = None,
     timeout: float = HANGS,
     stdin: str = "",
+    is_real: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of the project in a process of its own, wait for it, and return what it printed."""
+    """Run a command in a process of its own, wait for it, and return what it printed.
+
+    Args:
+        command: a program and its arguments. Python's programs start in a fork of a process that is warm already.
+        cwd: its working directory; None: the project.
+        env: what is different in its environment.
+        timeout: seconds until it counts as hanging.
+        stdin: its standard input.
+        is_real: start it by its own Python all the same, because that start is what is tested.
+    """
+    words = [str(part) for part in command]
+    if is_loaded(words) and not is_real and (server := warm()):
+        return server.run(words[1:], {**os.environ, **(env or {})}, cwd or PROJECT, stdin, timeout)
     return subprocess.run(
-        [str(part) for part in command],
+        words,
         cwd=cwd or PROJECT,
         env={**os.environ, **(env or {})},
         capture_output=True,
@@ -69,12 +103,75 @@ def run_program(
     )
 
 
-def train(run_dir: Path, *overrides: object, ranks: int | None = None, **kwargs) -> subprocess.CompletedProcess[str]:
-    """Run main.py on the tiny configuration: without torchrun, or under it with so many ranks."""
-    launcher: list[object] = [sys.executable]
-    if ranks is not None:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return run_program(*launcher, PROJECT / "main.py", f"hydra.run.dir={run_dir}", *TINY_RUN, *overrides, **kwargs)
+def is_loaded(words: list[str]) -> bool:
+    """Whether a command is Python with a program of this project: a copy of it has modules of its own."""
+    return words[0] == sys.executable and (words[1] in ("-c", "-m") or (PROJECT / words[1]).is_relative_to(PROJECT))
+
+
+Started = subprocess.Popen[str] | Child
+
+
+def start_program(*command: object, out: Path, cwd: Path | None = None, is_real: bool = False) -> Started:
+    """Start a command in a session of its own, and don't wait for it; what it prints goes to the end of a file."""
+    words = [str(part) for part in command]
+    with open(out, "a") as file, open(os.devnull) as nothing:
+        if is_loaded(words) and not is_real and (server := warm()):
+            streams = [nothing.fileno(), file.fileno(), file.fileno()]
+            STARTED.append(server.start(words[1:], {**os.environ}, cwd or PROJECT, streams))
+            return STARTED[-1]
+        return subprocess.Popen(
+            *(words,), stdin=nothing, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            cwd=cwd or PROJECT,
+        )  # fmt: skip
+
+
+def run_ranks(n: int, *command: object, nodes: bool = False, **how) -> subprocess.CompletedProcess[str]:
+    """Run a program as n ranks, as a launcher would that does nothing else; what all of them printed, rank by rank.
+
+    On nodes of their own, each is local rank 0: a program that takes that for its place among all ranks is wrong.
+    """
+    common = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= how.pop("env", {})
+    places = [{**common, "RANK": str(rank), "LOCAL_RANK": str(0 if nodes else rank)} for rank in range(n)]
+    with ThreadPoolExecutor(n) as pool:
+        ranks = list(pool.map(lambda place: run_program(sys.executable, *command, env=place, **how), places))
+    code = next((rank.returncode for rank in ranks if rank.returncode), 0)
+    return subprocess.CompletedProcess(
+        [*map(str, command)], code, "".join(r.stdout for r in ranks), "".join(r.stderr for r in ranks)
+    )
+
+
+def spawn(function: Callable[..., None], n: int, *args: object) -> None:
+    """`torch.multiprocessing.spawn` without its wait for torch: function(rank, *args) in each of n processes."""
+
+    def start(rank: int) -> None:
+        script = (
+            f"import pickle, sys; sys.path[:0] = [{str(PROJECT)!r}, {str(PROJECT / 'tests')!r}]\n"
+            f"from {function.__module__} import {function.__name__} as function\n"
+            f"function({rank}, *pickle.loads({pickle.dumps(args)!r}))"
+        )
+        process = run_program(sys.executable, "-c", script)
+        assert process.returncode == 0, process.stderr
+
+    with ThreadPoolExecutor(n) as pool:
+        list(pool.map(start, range(n)))
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def train(
+    run_dir: Path, *overrides: object, ranks: int = 1, torchrun: bool = False, **how
+) -> subprocess.CompletedProcess[str]:
+    """Run main.py on the tiny configuration, as so many ranks; under torchrun where that is what is tested."""
+    command = [PROJECT / "main.py", f"hydra.run.dir={run_dir}", *TINY_RUN, *overrides]
+    if torchrun:
+        return run_program(*TORCHRUN, f"--nproc_per_node={ranks}", *command, **how)
+    return run_program(sys.executable, *command, **how) if ranks == 1 else run_ranks(ranks, *command, **how)
 
 
 def read_losses(run_dir: Path, tag: str = "train/loss") -> dict[int, float]:
@@ -98,8 +195,19 @@ def two_rank_run(
     with FileLock(f"{folder}.lock"):
         if not record.exists():
             folder.mkdir()
-            record.write_bytes(pickle.dumps(train(folder / "run", ranks=2)))
+            record.write_bytes(pickle.dumps(train(folder / "run", ranks=2, torchrun=True)))
     return folder, pickle.loads(record.read_bytes())
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running() -> Iterator[None]:
+    """What a test has started and has not ended, because it failed, ends with it. (What a fixture started, stays.)"""
+    before, os.environ[MARK] = os.environ[MARK], f"{os.getpid()}:{next(NUMBERS)};"
+    yield
+    end_all(f"{MARK}={os.environ[MARK]}")
+    os.environ[MARK] = before
+    while STARTED:
+        STARTED.pop().kill()
 
 
 @pytest.fixture

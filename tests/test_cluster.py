@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import HANGS, PROJECT, SAMPLE_TEXT, TINY_RUN
-from test_distributed import free_port
+from conftest import HANGS, PROJECT, SAMPLE_TEXT, TINY_RUN, free_port
 from test_faults import KILLED_RUN, LONG_RUN, assert_identical, output
 
 from distributed import leave_if_lost
+from large.machines import program_files
 
 
 def settings(strategy: str) -> list[str]:
@@ -237,6 +237,13 @@ def test_two_machines_with_one_disk(two_rank_run):
     assert not list((folder / "run").glob("*.tmp"))
 
 
+def test_every_module_counts_as_the_program():
+    """Catches a digest of one folder's files: ranks with two versions of the rest would train together in silence."""
+    named = {str(path.relative_to(PROJECT)) for path in program_files()}
+    assert named >= {"main.py", "muon.py", "large/sharding.py", "saving/run_snapshots.py", "data/corpus.py"}
+    assert not any(name.startswith(("tests", "docs", "benchmarks")) for name in named)
+
+
 @pytest.mark.parametrize("what", ["program", "text"])
 def test_machines_that_differ_are_named(copy, tmp_path, what):
     """Catches ranks that train one model with two programs or on two texts, and a line from each of them."""
@@ -245,7 +252,7 @@ def test_machines_that_differ_are_named(copy, tmp_path, what):
     arguments = [f"hydra.run.dir={tmp_path / 'run'}", *TINY_RUN]
     other = [*arguments]
     if what == "program":
-        with open(altered / "optimizer.py", "a") as file:
+        with open(altered / "large" / "sharding.py", "a") as file:  # not in the root, and loaded by few runs only
             file.write("# a change that another machine hasn't got yet\n")
         other.append("trainer_config.seed=2")  # and it was started by another command
     else:

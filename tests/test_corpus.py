@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import fsspec
 import pytest
 from conftest import HANGS, PROJECT
+
 from data.corpus import download_corpus, read_text
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
@@ -214,7 +215,10 @@ def test_two_downloads_meet_before_the_rename(server, tmp_path, monkeypatch):
 def test_two_processes_download_at_once(server, tmp_path):
     """Catches two writers in one temporary file, and a file that is visible before it is complete."""
     path = tmp_path / "corpus.txt"
-    code = "import sys, pathlib, corpus\ncorpus.download_corpus(pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3])"
+    code = (
+        "import sys, pathlib; from data import corpus\n"
+        "corpus.download_corpus(pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3])"
+    )
     command = [sys.executable, "-c", code, str(path), f"{server}/together", DIGEST]
     processes = [subprocess.Popen(command, cwd=PROJECT, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     try:

@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import HANGS, PROJECT, TINY_RUN, read_losses, run_program
+from conftest import HANGS, PROJECT, TINY_RUN, TORCHRUN, free_port, read_losses, run_program, spawn
 
+from console.signals import StopRequest, ignore_signals
 from distributed import (
-    StopRequest,
+    all_gather,
     all_reduce_sum,
     broadcast_form,
     broadcast_from_main,
     choose_device,
     copy_from_main,
-    gather_on_main,
-    ignore_signals,
     leave_if_lost,
     load_weights,
     process_group,
@@ -28,13 +27,6 @@ from distributed import (
 from snapshot import load_snapshot
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def free_port() -> int:
-    """A TCP port that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -129,8 +121,7 @@ def test_a_failure_of_one_rank_fails_the_job(tmp_path):
         "    assert ranks.rank != 1, 'this rank fails'\n"
         "    all_gather(ranks.rank)\n"  # the others wait here, and must not wait for long
     )
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    process = run_program(*launcher, program, env={"PYTHONPATH": str(PROJECT)})
+    process = run_program(*TORCHRUN, "--nproc_per_node=2", program, env={"PYTHONPATH": str(PROJECT)})
     assert process.returncode != 0
     assert "this rank fails" in process.stderr
 
@@ -168,7 +159,7 @@ def memory(key: str) -> int:
 
 def test_a_snapshot_travels_tensor_by_tensor(tmp_path):
     """Catches a snapshot that every rank has whole beside its model, and tensors of another order or type."""
-    torch.multiprocessing.spawn(receive_as_rank, (str(tmp_path),), nprocs=2)
+    spawn(receive_as_rank, 2, str(tmp_path))
     for rank in (0, 1):
         there = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert there["grown"] < 0.5  # one tensor of 32, and some ten megabytes for what the transport needs
@@ -323,9 +314,9 @@ def test_a_ranks_device_is_counted_on_its_node(no_launcher):
 def test_sums_of_losses_are_exact(no_launcher):
     """Catches float32 between the ranks: a sum of millions of losses would lose its last digits."""
     many = float(2**24 + 1)  # the first whole number that float32 doesn't know
-    with process_group(1.0) as ranks:
+    with process_group(1.0):
         assert all_reduce_sum([many]) == [many]
-        assert gather_on_main([many], ranks) == [[many]]
+        assert all_gather((many, 1)) == [(many, 1)]
 
 
 @pytest.fixture

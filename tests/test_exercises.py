@@ -100,12 +100,14 @@ def answer(tmp_path: Path) -> Answer:
         options = ("-n0", "-x", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'temporary'}")
         # Of all plugins only the one that knows -n0: to import the others takes another second or two.
         environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist"}
-        result = run_program(sys.executable, "-m", program, *arguments, *options, cwd=copy, env=environment)
+        command = [sys.executable, "-m", program, *arguments, *options]
+        result = run_program(*command, cwd=copy, env=environment, is_real=True)  # a warm one has the project's modules
         return result.returncode, result.stdout + result.stderr
 
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: f"chapter{e.chapter}")
 def test_the_untouched_exercise_fails(exercise: Exercise, answer: Answer) -> None:
     """Catches a command whose tests don't call the function: they would pass whatever the reader writes."""
@@ -115,6 +117,7 @@ def test_the_untouched_exercise_fails(exercise: Exercise, answer: Answer) -> Non
     assert re.search(r"^E +NotImplementedError$", output, flags=re.MULTILINE), output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: f"chapter{e.chapter}")
 def test_the_solution_passes(exercise: Exercise, answer: Answer) -> None:
     """Catches a solution that is wrong, or that fits an older version of the project."""

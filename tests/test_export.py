@@ -1,6 +1,5 @@
 """A model as a directory that Hugging Face's transformers loads, and back; their own classes are the reference."""
 
-import argparse
 import json
 import os
 import re
@@ -14,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import PROJECT, SAMPLE_TEXT, run_program, train
-from hugging_face.reading import read_directory
 from omegaconf import OmegaConf
-from run_files import load_base
 from test_trainer import make_trainer, world_of_one
 
 import export
-import hugging_face
 from char_dataset import CharVocabulary
+from hugging_face import names, writing
+from hugging_face.reading import read_directory
 from model import GPT, GPTConfig
+from saving.base import read_base
 from snapshot import Snapshot, load_snapshot, save_snapshot
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-export.txt")
@@ -52,7 +51,7 @@ def write_export(folder: Path, snapshot: Snapshot, check: bool = False) -> Path:
     """Save a snapshot and export it, in this process; the directory."""
     save_snapshot(snapshot, str(folder / "model.pt"))
     target = folder / "exported"
-    export.export(argparse.Namespace(snapshot=str(folder / "model.pt"), to=str(target), check=check))
+    writing.export(str(folder / "model.pt"), str(target), check)
     return target
 
 
@@ -93,7 +92,7 @@ def test_the_loss_over_the_evaluation_text_is_the_trainers(tmp_path):
         trainer.fit()
         trainer.reporter.close()
     target = tmp_path / "exported"
-    export.export(argparse.Namespace(snapshot=str(tmp_path / "gpt_snapshot.pt"), to=str(target), check=True))
+    writing.export(str(tmp_path / "gpt_snapshot.pt"), str(target))
     model, tokens = load(target)
     text = TEXTS["sample"]
     text = text[: int(len(text) * 0.1)]
@@ -179,9 +178,8 @@ def test_the_model_card_says_what_is_known_and_no_places(tmp_path):
     assert state["corpus"] in body
     evaluation = re.search(r"step 20: evaluation loss ([\d.]+)", run.stderr)
     assert evaluation is not None
-    assert f"| evaluation loss, nats a character | {evaluation[1]} at step 20 |" in body
+    assert f"| evaluation loss of these weights, nats a character | {evaluation[1]} |" in body
     assert float(evaluation[1]) < state["best_eval_loss"]  # of step 10: the latest is saved before it is evaluated
-    assert "lowest evaluation loss" not in body
     settings = json.loads(body.split("```json\n")[1].split("```")[0])
     assert settings["gpt_config"] == state["config"]["gpt_config"]
     for path in (tmp_path / "new" / "model").iterdir():
@@ -189,7 +187,7 @@ def test_the_model_card_says_what_is_known_and_no_places(tmp_path):
         for place in (tmp_path, PROJECT, Path.home()):
             assert str(place).encode() not in content or str(place) == "/"
     size = sum(weight.numel() for name, weight in state["model"].items() if name != "lm_head.weight")
-    assert f"| parameters | {size:,} |" in body
+    assert f"| parameters | {size:,} (2 layers, 2 heads, width 16) |" in body
     code = body.split("```python\n")[1].split("```")[0]  # as one who has downloaded it pastes it
     pasted = run_program(sys.executable, "-c", code, cwd=tmp_path / "new" / "model", env={"HF_HUB_OFFLINE": "1"})
     assert pasted.returncode == 0, pasted.stderr
@@ -197,10 +195,8 @@ def test_the_model_card_says_what_is_known_and_no_places(tmp_path):
     # Beside a copy, curves may be those of another run.
     shutil.copy(snapshot, tmp_path / "copy.pt")
     shutil.copy(next((tmp_path / "run").glob("events*")), tmp_path)
-    assert "training loss" in written
-    copied = export.card(load_snapshot(str(tmp_path / "copy.pt")), str(tmp_path / "copy.pt"))
-    assert "training loss" not in copied
-    assert f"| lowest evaluation loss when this was saved | {state['best_eval_loss']:.4f} at step" in copied
+    copied = writing.card(load_snapshot(str(tmp_path / "copy.pt")), str(tmp_path / "copy.pt"))
+    assert "evaluation loss" not in copied  # of step 10 is the loss that it knows, and these are the weights of step 20
 
 
 @pytest.mark.parametrize(
@@ -216,25 +212,25 @@ def test_the_model_card_says_what_is_known_and_no_places(tmp_path):
 def test_the_check_sees_a_wrong_export_and_leaves_nothing(tmp_path, monkeypatch, altered, word):
     """Catches a check that only looks whether the files load, and a directory that failed it."""
     if altered == "is_transposed":
-        right = hugging_face.is_transposed
+        right = names.is_transposed
         wrong = lambda name, w: right(name, w) and "attn.c_proj" not in name  # noqa: E731
-        monkeypatch.setattr(hugging_face, "is_transposed", wrong)
+        monkeypatch.setattr(names, "is_transposed", wrong)
     elif altered == "norms":
-        right = export.to_hugging_face
+        right = writing.to_hugging_face
 
         def exchanged(snapshot: Snapshot) -> tuple:
             config, tensors = right(snapshot)
-            names = "transformer.h.1.ln_1.weight", "transformer.h.1.ln_2.weight"
-            tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]]
+            one, other = "transformer.h.1.ln_1.weight", "transformer.h.1.ln_2.weight"
+            tensors[one], tensors[other] = tensors[other], tensors[one]
             return config, tensors
 
-        monkeypatch.setattr(export, "to_hugging_face", exchanged)
+        monkeypatch.setattr(writing, "to_hugging_face", exchanged)
     elif altered == "greedy":
         right = transformers.GPT2LMHeadModel.generate
         wrong = lambda model, idx, **how: torch.cat([idx, 8 - right(model, idx, **how)[:, 1:]], dim=1)  # noqa: E731
         monkeypatch.setattr(transformers.GPT2LMHeadModel, "generate", wrong)
     else:
-        right = export.tokenizer
+        right = writing.tokenizer
         wrong = {
             "newlines": {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}}},
             "blanks": {"decoder": None},
@@ -242,7 +238,7 @@ def test_the_check_sees_a_wrong_export_and_leaves_nothing(tmp_path, monkeypatch,
         change = wrong[altered]
         if altered == "newlines":
             change["pre_tokenizer"] |= {"behavior": "Removed", "invert": True}
-        monkeypatch.setattr(export, "tokenizer", lambda characters: {**right(characters), **change})
+        monkeypatch.setattr(writing, "tokenizer", lambda characters: {**right(characters), **change})
     with pytest.raises(ValueError, match=f"the check failed: .*{word}"):
         write_export(tmp_path, make_snapshot(), check=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
@@ -260,14 +256,14 @@ def test_a_directory_can_be_named_as_a_snapshot_can(tmp_path, monkeypatch):
     target = write_export(tmp_path, make_snapshot())
     monkeypatch.setenv("HOME", str(tmp_path))
     for url in (str(target), target.as_uri(), "~/exported"):
-        assert load_base(url, None)["vocabulary"] == "\n abcdefg"
+        assert read_base(url, None)["vocabulary"] == "\n abcdefg"
 
 
 def test_a_store_is_no_place_for_a_directory():
     """Catches a traceback where a store's package isn't installed."""
     for to in ("gs://bucket/exported", "memory://exported"):
         with pytest.raises(ValueError, match="must be a directory on this machine"):
-            export.find_place(to)
+            writing.find_place(to)
 
 
 def test_rounding_decides_no_check():
@@ -276,11 +272,11 @@ def test_rounding_decides_no_check():
     with torch.no_grad():
         model.wte.weight[4] = model.wte.weight[5]  # two characters that are always equally likely
         text = torch.tensor([1, 4, 6, 7])
-        assert export.is_same_choice(model, text, torch.tensor([1, 5, 3, 3]))
+        assert writing.is_same_choice(model, text, torch.tensor([1, 5, 3, 3]))
         logits = model(text[None, :2])[0][0, -1]
         best, worst = int(logits.argmax()), int(logits.argmin())
-        assert not export.is_same_choice(model, torch.tensor([1, 4, best]), torch.tensor([1, 4, worst]))
-        assert not export.is_same_choice(model, text, text[:3])
+        assert not writing.is_same_choice(model, torch.tensor([1, 4, best]), torch.tensor([1, 4, worst]))
+        assert not writing.is_same_choice(model, text, text[:3])
 
 
 def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
@@ -296,7 +292,7 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
         assert not (tmp_path / "exported").exists()  # all weights are written by now
         raise OSError("no space left")
 
-    monkeypatch.setattr(export, "card", full)
+    monkeypatch.setattr(writing, "card", full)
     with pytest.raises(OSError, match="no space"):
         write_export(tmp_path, make_snapshot())
     assert {path.name for path in tmp_path.iterdir()} == {"model.pt", *(other.name for other in others)}
@@ -336,7 +332,7 @@ def test_an_occupied_place_is_refused(tmp_path):
         write_export(tmp_path, snapshot)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     with pytest.raises(ValueError, match="this machine's disks"):
-        export.export(argparse.Namespace(snapshot=str(tmp_path / "model.pt"), to="memory://x", check=False))
+        writing.export(str(tmp_path / "model.pt"), "memory://x", False)
 
 
 @pytest.mark.parametrize("name", ["safetensors", "tokenizers", "transformers"])
@@ -355,11 +351,11 @@ def test_without_transformers_a_directory_can_be_written_and_read(tmp_path, monk
     for name in ("tokenizers", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)
     snapshot = make_snapshot()
-    base = load_base(str(write_export(tmp_path, snapshot)), None)
+    base = read_base(str(write_export(tmp_path, snapshot)), None)
     assert base["vocabulary"] == snapshot["vocabulary"]
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ValueError, match=r"safetensors.*pip install -r requirements-export.txt"):
-        load_base(str(tmp_path / "exported"), None)
+        read_base(str(tmp_path / "exported"), None)
 
 
 # ------------------------------------------------------------------------------------------- the way back
@@ -369,7 +365,7 @@ def test_without_transformers_a_directory_can_be_written_and_read(tmp_path, monk
 def test_there_and_back_every_bit_is_the_same(tmp_path, bias):
     """Catches a direction that doesn't undo the other, and a model without biases that comes back with zeros."""
     snapshot = make_snapshot(bias=bias, resid_pdrop=0.25)
-    base = load_base(str(write_export(tmp_path, snapshot)), None)
+    base = read_base(str(write_export(tmp_path, snapshot)), None)
     assert base["vocabulary"] == snapshot["vocabulary"]
     assert base["model_config"] == {**snapshot["model_config"], "resid_pdrop": 0.0}
     assert base["model"].keys() == snapshot["model"].keys()
@@ -421,7 +417,7 @@ def test_a_model_of_others_is_taken_over(tmp_path, form):
         (tmp_path / "tokenizer.json").unlink()
         (tmp_path / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     safetensors_torch.save_file(weights, file)
-    base = load_base(str(tmp_path), None)
+    base = read_base(str(tmp_path), None)
     assert base["vocabulary"] == "\n abé"
     text = "a\nbé  bab\n\né"
     with torch.no_grad():
@@ -524,7 +520,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, reason):
     change, named = REFUSED[reason]
     change(folder)
     with pytest.raises(ValueError, match=named) as caught:
-        load_base(str(folder), None)
+        read_base(str(folder), None)
     assert str(folder) in str(caught.value)
 
 
@@ -532,17 +528,17 @@ def test_several_reasons_are_named_at_once(tmp_path):
     """Catches a user who mends one key after the other; 4 * n_embd is the same as none."""
     folder = write_export(tmp_path, make_snapshot())
     edit(folder, "config.json", n_inner=32)
-    assert load_base(str(folder), None)
+    assert read_base(str(folder), None)
     edit(folder, "config.json", n_inner=33, activation_function="silu")
     with pytest.raises(ValueError, match=r"activation_function='silu'.*n_inner=33"):
-        load_base(str(folder), None)
+        read_base(str(folder), None)
 
 
 def test_a_run_starts_from_a_directory_and_goes_on_without_it(tmp_path):
     """Catches weights that don't arrive in the run, sizes not compared, and a directory that is read once too often."""
     assert train(tmp_path / "first").returncode == 0
     snapshot = tmp_path / "first" / "gpt_snapshot.pt"
-    export.export(argparse.Namespace(snapshot=str(snapshot), to=str(tmp_path / "model"), check=False))
+    writing.export(str(snapshot), str(tmp_path / "model"), is_checked=False)
     start = f"trainer_config.init_from={tmp_path / 'model'}"
     other = train(tmp_path / "other", start, "gpt_config.n_layer=3", "data_config.block_size=8")
     assert other.returncode == 1
@@ -568,4 +564,4 @@ def test_a_run_directory_is_no_model(tmp_path):
     """Catches the old answer for a run's directory, which names the file to give, lost to a new one."""
     (tmp_path / "config.yaml").touch()
     with pytest.raises(ValueError, match="is a directory; name a file in it"):
-        load_base(str(tmp_path), None)
+        read_base(str(tmp_path), None)

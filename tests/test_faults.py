@@ -15,7 +15,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HANGS, PROJECT, TINY_RUN, read_losses, run_program, train
+from conftest import (
+    HANGS,
+    PROJECT,
+    TINY_RUN,
+    TORCHRUN,
+    Started,
+    free_port,
+    read_losses,
+    run_program,
+    start_program,
+    train,
+)
 from test_trainer import make_trainer, world_of_one
 
 from snapshot import load_newest, load_snapshot, prepare, save_snapshot
@@ -37,27 +48,30 @@ LONG_RUN = [
 KILLED_RUN = ["data_config.truncate=0.4", "trainer_config.max_steps=120", "trainer_config.eval_every_steps=60"]
 # A run that never ends by itself, however late a test does something to it.
 ENDLESS_RUN = ["trainer_config.max_steps=1000000", "trainer_config.max_epochs=1000000"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
-THREE_RANKS = [part.replace("node=2", "node=3") for part in TORCHRUN]
+TWO_RANKS, THREE_RANKS = ([*TORCHRUN, f"--nproc_per_node={n}", "--max-restarts=3"] for n in (2, 3))
 
 
 def start(
-    run_dir: Path, *overrides: str, launcher: list[str] = TORCHRUN, fault: tuple[object, ...] = ()
-) -> subprocess.Popen[str]:
-    """Start the long run in a process group of its own; its output goes to a file beside the run directory.
+    run_dir: Path,
+    *overrides: str,
+    launcher: list[str] = TWO_RANKS,
+    fault: tuple[object, ...] = (),
+    is_real: bool = False,
+) -> Started:
+    """Start the long run in a session of its own; its output goes to a file beside the run directory.
 
     A fault is what `sabotage.py` takes: its name, the step, the rank.
     """
     program = [PROJECT / "tests" / "sabotage.py", *fault] if fault else [PROJECT / "main.py"]
-    with open(f"{run_dir}.out", "a") as out:
-        return subprocess.Popen(
-            [*launcher, *map(str, program), f"hydra.run.dir={run_dir}", *LONG_RUN, *overrides],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            cwd=PROJECT,
-        )
+    return start_program(
+        *launcher,
+        *program,
+        f"hydra.run.dir={run_dir}",
+        *LONG_RUN,
+        *overrides,
+        out=Path(f"{run_dir}.out"),
+        is_real=is_real,
+    )
 
 
 def output(run_dir: Path) -> str:
@@ -75,7 +89,7 @@ def wait_for_step(run_dir: Path, step: int) -> None:
     raise AssertionError(f"step {step} never came:\n{output(run_dir)}")
 
 
-def workers(process: subprocess.Popen[str]) -> list[int]:
+def workers(process: Started) -> list[int]:
     """The processes that a launcher has started, in order."""
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
@@ -133,7 +147,7 @@ def tensors(value: object, name: str = ""):
         yield name, value
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def strategy(request) -> str:
     """The setting that chooses what each rank holds."""
     return f"trainer_config.strategy={request.param}"
@@ -168,7 +182,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(undisturbed, strategy, tmp
     """A signal that only one rank gets, torn ranks apart; a stop that saves nothing loses up to save_every steps."""
     run_dir = tmp_path / "run"
     step = random.randrange(25, 110)
-    once = [word for word in TORCHRUN if "restarts" not in word]  # it would restart them: to it, a signal is a failure
+    once = [word for word in TWO_RANKS if "restarts" not in word]  # it would restart them: to it, a signal is a failure
     settings = [*KILLED_RUN, strategy]
     process = start(run_dir, *settings, launcher=once, fault=("term", step, 1))  # not the rank that writes
     assert process.wait(HANGS) != 0
@@ -195,7 +209,7 @@ def test_a_run_prolonged_before_it_comes_down_ends_like_one_that_was_always_long
     assert rates[96] == rates[60] > rates[98] > rates[119]  # it has really been that schedule
 
 
-@pytest.mark.timeout(600)  # twelve processes start here, one after the other where there are few cores
+@pytest.mark.slow
 def test_three_ranks_killed_and_stopped_end_as_if_nothing_had_been(tmp_path):
     """A DDP that has just been made adds up three ranks' gradients in another order than one that has taken a step."""
     settings = [*KILLED_RUN, "trainer_config.micro_batch_size=2"]  # two of them on each rank in a step
@@ -256,11 +270,11 @@ def test_a_second_ctrl_c_leaves_at_once():
     script = textwrap.dedent(
         """
         import signal, types
-        import distributed
+        from console import signals
 
         now = [100.0]
-        distributed.time = types.SimpleNamespace(monotonic=lambda: now[0])  # a clock that no machine delays
-        distributed.StopRequest().listen()
+        signals.time = types.SimpleNamespace(monotonic=lambda: now[0])  # a clock that no machine delays
+        signals.StopRequest().listen()
         signal.raise_signal(signal.SIGINT)
         now[0] += 0.2
         signal.raise_signal(signal.SIGINT)  # the same Ctrl-C, once from the terminal and once from torchrun
@@ -333,9 +347,8 @@ def test_a_full_disk_costs_a_snapshot_and_not_the_run(tmp_path):
     run = run_program(
         sys.executable,
         "-c",
-        f"import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
-        "sys.argv = sys.argv[1:]; sys.path.insert(0, '.'); runpy.run_path('main.py', run_name='__main__')",
-        PROJECT / "main.py",
+        f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+        "sys.path.insert(0, '.'); import main; main.main()",
         f"hydra.run.dir={run_dir}",
         *TINY_RUN,
     )
@@ -352,9 +365,8 @@ def test_a_full_disk_costs_the_curves_and_not_the_run(tmp_path):
     run = run_program(
         sys.executable,
         "-c",
-        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); "
-        "sys.argv = sys.argv[1:]; sys.path.insert(0, '.'); runpy.run_path('main.py', run_name='__main__')",
-        PROJECT / "main.py",
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); "
+        "sys.path.insert(0, '.'); import main; main.main()",
         f"hydra.run.dir={tmp_path / 'run'}",
         *TINY_RUN,
         "trainer_config.max_epochs=6",
@@ -370,7 +382,7 @@ def test_what_rank_0_alone_finds_is_the_last_word(tmp_path):
     """Rank 1's lost connection, 50 lines of traceback, after the line that says what is wrong."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "gpt_snapshot.pt").write_bytes(b"no snapshot")
-    run = train(tmp_path / "run", ranks=2)
+    run = train(tmp_path / "run", ranks=2, torchrun=True)
     assert run.returncode != 0
     assert "[rank1]: Traceback" not in run.stderr  # torchrun's own comes behind
     assert "no usable snapshot is left" in run.stderr
@@ -383,7 +395,7 @@ def test_a_killed_runs_worker_does_not_hold_its_lock(tmp_path):
     script = textwrap.dedent(
         """
         import os, signal, sys
-        from run_files import lock
+        from saving.moving import lock
 
         pids, pids_of_workers = os.pipe()
         run = os.fork()
@@ -414,7 +426,7 @@ def test_a_refused_run_leaves_the_directory_to_the_other(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     holder = subprocess.Popen(
-        [sys.executable, "-c", "import sys; from run_files import lock; lock(sys.argv[1]); print(flush=True); input()",
+        [sys.executable, "-c", "import sys, saving.moving as m; m.lock(sys.argv[1]); print(flush=True); input()",
          str(run_dir)],
         cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
@@ -448,13 +460,14 @@ def test_a_best_snapshot_does_not_make_up_for_the_last(tmp_path):
     script = textwrap.dedent(
         """
         import sys
-        import main, run_files
-        save = run_files.save_snapshot
+        import main
+        from saving import run_snapshots
+        save = run_snapshots.save_snapshot
         def refuse(state, url, keep_previous=True):
             if keep_previous:
                 raise OSError("no room")
             save(state, url, keep_previous)
-        run_files.save_snapshot = refuse
+        run_snapshots.save_snapshot = refuse
         main.main()
         """
     )
@@ -515,9 +528,8 @@ def test_forbidden_is_not_missing(monkeypatch):
 
 def sabotage(fault: str, step: int, rank: int, run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Two ranks, one of them with a fault."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     return run_program(
-        *(*launcher, PROJECT / "tests" / "sabotage.py", fault, step, rank),
+        *(*TORCHRUN, "--nproc_per_node=2", PROJECT / "tests" / "sabotage.py", fault, step, rank),
         *(f"hydra.run.dir={run_dir}", *TINY_RUN, *overrides),
     )
 
@@ -604,14 +616,9 @@ def test_float16_goes_on_from_a_snapshot_without_a_scale(tmp_path):
 
 def test_two_nodes_restart_together(tmp_path):
     """Nodes that count their restarts differently meet in different stores, and wait for each other for ever."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     launcher = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--max-restarts=3"),
-        *("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=test"),
+        *("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--rdzv_id=test"),
     ]
     run_dir = tmp_path / "run"
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

@@ -16,6 +16,7 @@ from test_trainer import make_trainer, world_of_one
 import generate
 import model
 from model import GPT, GPTConfig
+from saving import finding
 from snapshot import best_url, load_snapshot, previous_url, save_snapshot
 
 PROMPT = "The "
@@ -268,7 +269,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(snapshot):
 def test_a_damaged_best_snapshot_is_not_the_end(snapshot, tmp_path, monkeypatch, capsys):
     """Catches no text at all although the latest snapshot is whole, and a fall back that nobody is told about."""
     latest = str(tmp_path / "gpt_snapshot.pt")
-    monkeypatch.setattr(generate, "DEFAULT_SNAPSHOT", latest)
+    monkeypatch.setattr(finding, "DEFAULT_SNAPSHOT", latest)
     shutil.copy(snapshot, latest)
     Path(best_url(latest)).write_bytes(b"damaged")
     generate.load_model(None, torch.device("cpu"))
@@ -278,7 +279,7 @@ def test_a_damaged_best_snapshot_is_not_the_end(snapshot, tmp_path, monkeypatch,
 def test_default_is_the_best_snapshot_else_the_latest(snapshot, tmp_path, monkeypatch):
     """Catches generation from the last snapshot although an earlier one was better, and none when one is missing."""
     latest = str(tmp_path / "gpt_snapshot.pt")
-    monkeypatch.setattr(generate, "DEFAULT_SNAPSHOT", latest)
+    monkeypatch.setattr(finding, "DEFAULT_SNAPSHOT", latest)
     state = load_snapshot(str(snapshot))
     for number, url in enumerate((previous_url(latest), latest, best_url(latest))):  # worst choice first
         state["model"]["ln_f.weight"] = torch.full((16,), float(number))

@@ -1,54 +1,51 @@
-"""The shape of the project: which module may import which, and how long a function may be."""
+"""The shape of the project: who may import whom, and who alone knows the libraries that others shouldn't have to."""
 
 import ast
+import os
+import re
+from pathlib import Path
 
 import pytest
 from conftest import PROJECT
 
-MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in PROJECT.glob("*.py")}
+ROOMS = sorted(path.parent.name for path in PROJECT.glob("*/__init__.py"))
+FILES = sorted(path for place in (".", *ROOMS) for path in (PROJECT / place).glob("*.py"))
+TREES = {str(path.relative_to(PROJECT)): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
-# What each module may import of the project. Whatever isn't listed here is a new room, which needs a reason.
-ALLOWED = {
-    "environment": set(),  # comes before torch, which all the others import
-    "corpus": set(),
-    "char_dataset": set(),
-    "sampling": set(),
-    "model": {"sampling"},
-    "optimizer": {"distributed"},  # for the three words that also work where each rank has a part of a tensor
-    "distributed": set(),
-    "sharding": {"distributed", "model"},
-    "snapshot": set(),
-    "snapshot_contents": {"char_dataset", "model", "optimizer", "snapshot"},
-    "hugging_face": {"model", "snapshot"},
-    "from_hugging_face": {"hugging_face", "model", "snapshot"},
-    "run_files": {"distributed", "from_hugging_face", "snapshot", "snapshot_contents"},
-    "report": {"config", "environment", "model", "snapshot", "snapshot_contents"},  # all but one for its table of runs
-    "config": {"char_dataset", "model", "optimizer"},
-    "machines": {"char_dataset", "distributed", "snapshot"},
-    "memory": {"config", "distributed", "model", "sharding"},
-    "plan": {"char_dataset", "config", "distributed", "memory", "model", "optimizer", "sharding"},
-    "trainer": {
-        *("char_dataset", "config", "distributed", "memory", "model", "optimizer", "report"),
-        *("run_files", "sharding", "snapshot"),
-    },
-    "main": {
-        *("char_dataset", "config", "corpus", "distributed", "environment", "machines", "memory"),
-        *("model", "plan", "report", "run_files", "snapshot", "snapshot_contents", "trainer"),
-    },
-    "interactive": {"char_dataset", "sampling"},
-    "generate": {"char_dataset", "environment", "interactive", "model", "sampling", "snapshot", "snapshot_contents"},
-    "look": {"char_dataset", "environment", "generate", "model", "page_data"},  # it finds its snapshot as generate does
-    "export": {
-        *("char_dataset", "environment", "generate", "hugging_face", "model", "model_card", "snapshot"),
-        "snapshot_contents",
-    },
-    "model_card": {"char_dataset", "page_data", "snapshot"},  # the curves, as the page shows them
-    "page_data": {"char_dataset", "corpus", "model", "report", "run_files", "snapshot"},
+# What each file of the root, and each folder, takes from others. What isn't here has no place yet. The files to read
+# stand in their order; a folder may take from the files, and from another folder what is written here.
+TAKES = {
+    "char_dataset": "",
+    "model": "sampling",
+    "sampling": "",
+    "optimizer": "distributed muon",
+    "muon": "distributed",  # for tensors of which each rank has a part
+    "trainer": "char_dataset config console distributed large model optimizer saving snapshot",
+    "distributed": "console large",
+    "snapshot": "console",
+    "config": "char_dataset model optimizer",
+    # folders
+    "data": "char_dataset config console distributed snapshot",
+    "console": "char_dataset config sampling",
+    "saving": "char_dataset config console data distributed hugging_face model optimizer snapshot",
+    "large": "char_dataset config console distributed model optimizer snapshot",
+    "hugging_face": "char_dataset console model saving snapshot",
+    "page": "char_dataset config console data model saving snapshot",
+    # commands, which nobody takes from
+    "main": "char_dataset config console data distributed large model saving trainer",
+    "generate": "char_dataset console model sampling saving",
+    "look": "console page saving",
+    "export": "console hugging_face",
+    "report": "config console model saving snapshot",
 }
 
 
-def imports(tree: ast.Module) -> set[str]:
-    """The top-level names of all modules that a file imports, wherever in it."""
+def room_of(file: str) -> str:
+    return Path(file).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """The top-level names of all modules that a piece of code imports, wherever in it."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -58,66 +55,78 @@ def imports(tree: ast.Module) -> set[str]:
     return names
 
 
-def test_every_module_has_its_place():
-    """Catches a new top-level module that nobody has given a place in the reading order."""
-    assert sorted(MODULES) == sorted(ALLOWED)
+def test_every_file_has_its_place():
+    """Catches a file or a folder that nobody has given a place."""
+    assert {room_of(file) for file in TREES} == set(TAKES)
 
 
-@pytest.mark.parametrize("name", ALLOWED)
-def test_imports_run_one_way(name):
-    """Catches a circle, and a room that one can't read without reading all the others first."""
-    assert imports(MODULES[name]) & set(MODULES) <= ALLOWED[name]
+@pytest.mark.parametrize("room", TAKES)
+def test_imports_run_one_way(room):
+    """Catches a circle, a command that others build on, and a room that one can't read without all the others."""
+    taken = set().union(*(imports(tree) & set(TAKES) for file, tree in TREES.items() if room_of(file) == room))
+    assert taken - {room} == set(TAKES[room].split())
 
 
-def test_one_module_each_knows_hydra_fsspec_and_the_launcher():
-    """Catches configuration, stores and the launcher's environment handled in several places."""
-    users = {library: {name for name, tree in MODULES.items() if library in imports(tree)} for library in LIBRARIES}
-    assert users == LIBRARIES
-    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"}
-    readers = {
-        name
-        for name, tree in MODULES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and node.value in launcher
-    }
-    assert readers == {"distributed"}
+def test_no_two_modules_need_each_other():
+    """Catches a circle inside of a folder, or through one: whichever is loaded first would find the other half made."""
+    needs = {}
+    for file, tree in TREES.items():
+        module = file.removesuffix(".py").replace(os.sep, ".")
+        taken = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+        needs[module] = {
+            name for node in taken for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names))
+        }
+    reached = {module: needs[module] & set(needs) for module in needs}
+    for _ in needs:
+        reached = {module: names.union(*(reached[name] for name in names)) for module, names in reached.items()}
+    assert [module for module, names in reached.items() if module in names] == []
 
 
-LIBRARIES = {
-    "hydra": {"main"},
-    "omegaconf": {"main"},
-    "fsspec": {"corpus", "snapshot"},  # the one reads texts, the other writes
-    "tqdm": {"report"},
+def test_a_folder_itself_imports_nothing():
+    """Catches an __init__.py that loads torch: the environment must be settled before, from one of these folders."""
+    for room in ROOMS:
+        assert imports(TREES[f"{room}{os.sep}__init__.py"]) == set()
+
+
+def test_what_only_large_runs_need_is_imported_where_they_branch():
+    """Catches a second of imports that every run pays for what few do."""
+    for file, tree in TREES.items():
+        if os.sep not in file:
+            at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+            assert "large" not in imports(ast.Module(at_once, [])), file
+
+
+LIBRARIES = {  # library: the only files that know it
+    "hydra": {"main.py"},
+    "omegaconf": {"main.py"},
+    "fsspec": {f"data{os.sep}corpus.py", "snapshot.py"},  # the one reads texts, the other writes
+    "tqdm": {f"console{os.sep}logs.py"},
+    "safetensors": set(),  # by `hugging_face.names.package`, which says how to install it
 }
 
 
-@pytest.mark.parametrize("name", ALLOWED)
-def test_no_function_is_longer_than_a_page(name):
-    """Catches functions of more than 55 lines and classes of more than 320: nobody reads them in one go."""
-    for node in ast.walk(MODULES[name]):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            limit = 55 if isinstance(node, ast.FunctionDef) else 320
-            assert node.end_lineno - node.lineno < limit, f"{node.name} in {name}.py"
-
-
-def test_the_core_of_each_file_comes_first():
-    """Catches armour in front of the core, file by file; together 666 lines, all of nanoGPT (it was 1,287 once)."""
-    core = {
-        "char_dataset": ["CharVocabulary", "CharDataset", "WindowSampler"],
-        "model": ["CausalSelfAttention", "MLP", "Block", "GPT.__init__", "GPT.forward"],
-        "optimizer": ["split_parameters", "create_optimizer", "learning_rate_factor"],
-        "trainer": ["Trainer.fit", "Trainer._train_step", "Trainer.evaluate", "Trainer.evaluate_on"],
+def test_one_file_each_knows_hydra_fsspec_and_the_launcher():
+    """Catches configuration, stores and the launcher's environment handled in several places."""
+    users = {library: {file for file, tree in TREES.items() if library in imports(tree)} for library in LIBRARIES}
+    assert users == LIBRARIES
+    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"}
+    readers = {
+        file
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in launcher
     }
-    passed = {}
-    for module, names in core.items():
-        ends = {}
-        for node in MODULES[module].body:
-            ends[getattr(node, "name", "")] = node.end_lineno
-            for inner in getattr(node, "body", []):
-                ends[f"{getattr(node, 'name', '')}.{getattr(inner, 'name', '')}"] = inner.end_lineno
-        passed[module] = max(ends[name] for name in names)
-    assert {module: lines for module, lines in passed.items() if lines > LINES_TO_PASS[module]} == {}
-    assert sum(LINES_TO_PASS.values()) <= 666
+    assert readers == {"distributed.py"}
 
 
-LINES_TO_PASS = {"char_dataset": 172, "model": 178, "optimizer": 124, "trainer": 192}
+def test_one_place_knows_where_the_project_lies():
+    """Catches a path from a file's own place, which is wrong as soon as the file moves."""
+    assert [file for file, tree in TREES.items() if "__file__" in ast.unparse(tree)] == ["config.py"]
+
+
+def test_nobody_is_sent_from_the_files_to_read_into_a_folder():
+    """Catches a docstring that sends a first reader from one of the files to read into a folder."""
+    for file in list(TAKES)[:9]:
+        words = ast.get_docstring(TREES[f"{file}.py"]) or ""
+        sent = [room for room in ROOMS if re.search(rf"\b[Rr]ead [^.]*`{room}/", words)]
+        assert not sent, file

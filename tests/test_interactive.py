@@ -12,9 +12,9 @@ import time
 import pytest
 import torch
 from conftest import HANGS, PROJECT
-from console.prompts import COMMANDS, obey, unescape
 from test_generate import PROMPT, load, run_generate, snapshot  # noqa: F401 (fixture)
 
+from console.prompts import COMMANDS, obey, unescape
 from generate import until
 
 
@@ -62,7 +62,8 @@ def test_on_a_terminal_it_is_what_starts(snapshot):  # noqa: F811
         read_until("> ")
         os.write(here, b"/length 5\n")
         read_until("length is 5 now")
-        seen = ""
+        seen = seen.partition("length is 5 now")[2]
+        read_until("> ")  # typed earlier, Ctrl-D would be lost: the prompt takes the terminal over
         os.write(here, b"\x04")  # Ctrl-D
         assert process.wait(HANGS) == 0
     finally:

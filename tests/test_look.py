@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import PROJECT, SAMPLE_TEXT, run_program, train
-from page.data import compute
-from run_files import fingerprint
 
 import look
 import sampling
-from char_dataset import CharVocabulary, DataConfig, split_codes
+from char_dataset import CharVocabulary, DataConfig, Text, split_codes
 from model import GPT, GPTConfig
+from page import making
+from page.data import compute
+from sampling import Sampling
 from snapshot import save_snapshot
 
 CHROMIUM = shutil.which("chromium")
@@ -265,7 +266,7 @@ def test_draws_follow_sampling_py(
 
     monkeypatch.setattr(torch, "multinomial", catch)
     random = torch.Generator().manual_seed(1)
-    draws = sampling.choose_token(logits.expand(10_000, -1), temperature, True, top_k, top_p, random)
+    draws = sampling.choose_token(logits.expand(10_000, -1), Sampling(temperature, True, top_k, top_p), random)
     expected = caught[0][0] / caught[0][0].sum()
     probabilities, counts = visit(
         """([logits, temperature, top_k, top_p]) => {
@@ -386,7 +387,9 @@ def evaluated(model: GPT, path: Path, text_file: Path) -> Path:
     """A snapshot that knows its text."""
     config = DataConfig(path=str(text_file), block_size=model.config.block_size)
     parts = split_codes(VOCABULARY.encode_array(text_file.read_text(encoding="utf-8")), config)
-    return save(model, path, config={"data_config": dataclasses.asdict(config)}, corpus=fingerprint(*parts))
+    return save(
+        model, path, config={"data_config": dataclasses.asdict(config)}, corpus=Text(VOCABULARY, *parts).fingerprint
+    )
 
 
 def test_without_a_text_it_shows_unseen_text_and_no_more(model: GPT, tmp_path: Path) -> None:
@@ -665,7 +668,7 @@ def test_a_large_model_is_computed_beforehand(
     snapshot = save(make_model(), tmp_path / "model.pt")
     text = VOCABULARY.decode(torch.tensor(tokens(16, seed=2)))
     small = Visit(browser, make_page(snapshot, text))
-    monkeypatch.setattr(look, "LIVE_PARAMETERS", 1000)
+    monkeypatch.setattr(making, "LIVE_PARAMETERS", 1000)
     assert "at most 16" in error_of(text + text, "--snapshot", str(snapshot))
     file = make_page(snapshot, text)
     large = Visit(browser, file)

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, TINY_SIZES, read_losses, run_program, train
+from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, TINY_SIZES, read_losses, run_program, run_ranks, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-import main
-from config import Config, directory_name
+from config import Config
+from console.sweep import directory_name
+from data import corpus
 from distributed import Ranks, process_group
 from snapshot import load_snapshot
 
@@ -138,7 +139,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(bad_texts, bad_runs, name):
 
 def test_bad_input_under_torchrun(tmp_path):
     """Catches a batch that one rank can divide and two can't, and messages that torchrun's report replaces."""
-    process = train(tmp_path / "run", "trainer_config.batch_size=7", ranks=2)
+    process = train(tmp_path / "run", "trainer_config.batch_size=7", ranks=2, torchrun=True)
     assert process.returncode == 1
     own, _, report = process.stderr.partition("main.py FAILED")  # what torchrun itself says about exit codes
     assert report
@@ -149,7 +150,7 @@ def test_bad_input_under_torchrun(tmp_path):
 
 def test_ranks_do_not_write_into_each_others_lines(tmp_path):
     """Catches messages written in pieces, which two ranks mix into one line."""
-    process = train(tmp_path / "run", f"data_config.path={tmp_path}/nothing.txt", ranks=2)
+    process = train(tmp_path / "run", f"data_config.path={tmp_path}/nothing.txt", ranks=2, torchrun=True)
     assert process.returncode == 1
     messages = [line for line in process.stderr.splitlines() if "error: data_config" in line]
     assert messages
@@ -172,12 +173,12 @@ def test_bad_input_leaves_an_earlier_run_alone(finished_run):
 def test_the_command_for_a_named_model_works_as_it_stands(tmp_path):
     """Catches advice ("set the other to null") that a newcomer can't type."""
     dry = [f"hydra.run.dir={tmp_path / 'my run'}", f"data_config.path={SAMPLE_TEXT}", "trainer_config.dry_run=true"]
-    refused = run_program(sys.executable, "main.py", *dry, "gpt_config.model_type=gpt-nano", "gpt_config.n_head=3")
-    command = re.search(r"python main\.py .*", refused.stderr)
-    assert command
-    assert shlex.split(command[0])[-4:] == ["gpt_config.model_type=gpt-nano", *NULLS]
-    bin_dir = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    process = run_program("sh", "-c", command[0], env=bin_dir)
+    command = [sys.executable, "main.py", *dry, "gpt_config.model_type=gpt-nano", "gpt_config.n_head=3"]
+    refused = run_program(*command)
+    advice = re.search(r"to have the name, add (.*)", refused.stderr)
+    assert advice
+    assert shlex.split(advice[1]) == NULLS
+    process = run_program(*command, *shlex.split(advice[1]))
     assert process.returncode == 0, process.stderr
     assert "3 layers, 3 heads, width 48" in process.stderr
 
@@ -236,9 +237,8 @@ def test_a_failing_run_ends_a_sweep_of_several_ranks(tmp_path):
     """Catches ranks that wait for ever for rank 0, which has failed alone and gone on to the next run."""
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "gpt_snapshot.pt").write_bytes(b"damaged")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     sweep = [f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=${hydra.job.num}", *TINY_RUN]
-    process = run_program(*launcher, "main.py", "-m", *sweep, "trainer_config.seed=1,2")
+    process = run_ranks(2, "main.py", "-m", *sweep, "trainer_config.seed=1,2")
     assert process.returncode == 1
     assert "no usable snapshot is left" in process.stderr
     assert not (tmp_path / "1").exists()
@@ -293,8 +293,8 @@ def project_copy(tmp_path: Path) -> Path:
     (copy / "data").mkdir(parents=True)
     for path in (*PROJECT.glob("*.py"), CONFIGURATION):
         shutil.copy(path, copy)
-    shutil.copytree(PROJECT / "recipes", copy / "recipes", dirs_exist_ok=True)
-    shutil.copy(SAMPLE_TEXT, copy / "data")
+    for room in ("recipes", *(path.parent.name for path in PROJECT.glob("*/__init__.py"))):
+        shutil.copytree(PROJECT / room, copy / room, ignore=shutil.ignore_patterns("input.txt"), dirs_exist_ok=True)
     return copy
 
 
@@ -315,7 +315,7 @@ def test_without_a_network_it_trains_on_the_bundled_text(project_copy):
     run_dir = project_copy / "runs" / "shakespeare"  # of the copy, although it was started elsewhere
     assert load_snapshot(str(run_dir / "gpt_snapshot.pt"))["step"] == 20
     assert "step 20/20" in (run_dir / "main.log").read_text(encoding="utf-8")
-    assert sorted(path.name for path in (project_copy / "data").iterdir()) == ["sample.txt"]
+    assert sorted(path.name for path in (project_copy / "data").glob("*.txt")) == ["sample.txt"]
 
 
 def test_a_text_at_the_default_place_is_used_as_it_is(project_copy):
@@ -338,7 +338,7 @@ def test_a_missing_text_of_the_users_own_is_never_replaced(project_copy):
     assert process.returncode == 1
     (line,) = process.stderr.splitlines()
     assert "data/my_text.txt" in line
-    assert sorted(path.name for path in (project_copy / "data").iterdir()) == ["sample.txt"]
+    assert sorted(path.name for path in (project_copy / "data").glob("*.txt")) == ["sample.txt"]
 
 
 @pytest.mark.parametrize(("local_rank", "downloads"), [(0, 1), (1, 0)])
@@ -347,12 +347,12 @@ def test_local_rank_0_downloads_for_its_node(tmp_path, monkeypatch, local_rank, 
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "0")
-    monkeypatch.setattr(main, "PROJECT", tmp_path)
+    monkeypatch.setattr(corpus, "PROJECT", tmp_path)
     targets: list[Path] = []
-    monkeypatch.setattr(main, "download_corpus", targets.append)
+    monkeypatch.setattr(corpus, "download_corpus", targets.append)
     with process_group(1.0):
         # Rank 3 of 4, on the second node: as local rank 0 it is the one who fetches there.
-        path, why_bundled = main.find_text("data/input.txt", Ranks(3, local_rank, 4, torch.device("cpu")))
+        path, why_bundled = corpus.find_text("data/input.txt", Ranks(3, local_rank, 4, torch.device("cpu")))
     assert targets == [tmp_path / "data" / "input.txt"] * downloads
     assert (path, why_bundled) == (str(tmp_path / "data" / "input.txt"), "")
 
@@ -365,11 +365,11 @@ def test_the_others_wait_for_the_rank_that_downloads(tmp_path):
             f"""
             import sys, time
             from pathlib import Path
-            import main
+            from data import corpus
             from distributed import process_group
 
-            main.PROJECT = Path({str(tmp_path)!r})
-            is_looking = main.PROJECT / "rank 1 is looking"
+            corpus.PROJECT = Path({str(tmp_path)!r})
+            is_looking = corpus.PROJECT / "rank 1 is looking"
 
             def download_slowly(path):
                 while not is_looking.exists():
@@ -378,17 +378,16 @@ def test_the_others_wait_for_the_rank_that_downloads(tmp_path):
                 path.parent.mkdir()
                 path.write_text("at last")
 
-            main.download_corpus = download_slowly
+            corpus.download_corpus = download_slowly
             with process_group(5.0, "cpu") as ranks:
                 if ranks.rank == 1:
                     is_looking.touch()
-                path, warning = main.find_text("data/input.txt", ranks)
+                path, warning = corpus.find_text("data/input.txt", ranks)
                 assert (Path(path).read_text(), warning) == ("at last", "")
             """
         )
     )
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    process = run_program(*launcher, program, env={"PYTHONPATH": str(PROJECT)})
+    process = run_ranks(2, program, env={"PYTHONPATH": str(PROJECT)})
     assert process.returncode == 0, process.stderr
 
 

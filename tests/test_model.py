@@ -6,16 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from model import (
-    GPT,
-    MODEL_TYPES,
-    ArchitectureConfig,
-    CausalSelfAttention,
-    GPTConfig,
-    gelu,
-    scaled_dot_product_attention,
-)
-from sampling import choose_token
+from config import MODEL_TYPES, ArchitectureConfig, complete
+from model import GPT, CausalSelfAttention, GPTConfig, fast_attention, fast_gelu
+from sampling import Sampling, choose_token
 
 V, T, C = 17, 12, 32  # vocab_size, block_size, n_embd of most models here
 
@@ -61,22 +54,23 @@ def tokens(*shape, seed=0):
 )
 def test_contradictory_configuration_is_refused(choice, message):
     """Catches a default that hides a missing size, and a name that silently overrides explicit sizes (row 7)."""
-    for make in (ArchitectureConfig, lambda **choice: GPTConfig(vocab_size=V, block_size=T, **choice)):
+    with pytest.raises(ValueError, match=f"^gpt_config[^\n]*{message}[^\n]*$"):
+        ArchitectureConfig(**choice)
+    if "model_type" not in choice and len(choice) == 3:
         with pytest.raises(ValueError, match=f"^gpt_config[^\n]*{message}[^\n]*$"):
-            make(**choice)
+            GPTConfig(vocab_size=V, block_size=T, **choice)
 
 
 def test_both_configurations_have_the_same_defaults():
     """Catches a model built in Python that differs from the one that the configuration file describes."""
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8}
-    built = vars(GPTConfig(vocab_size=V, block_size=T, **sizes))
-    assert {key: built[key] for key in vars(ArchitectureConfig(**sizes))} == vars(ArchitectureConfig(**sizes))
+    assert complete(ArchitectureConfig(**sizes), V, T) == GPTConfig(vocab_size=V, block_size=T, **sizes)
 
 
-@pytest.mark.parametrize("missing", ["vocab_size", "block_size"])
+@pytest.mark.parametrize("missing", ["vocab_size", "block_size", "n_layer", "n_head", "n_embd"])
 def test_what_the_data_dictates_has_no_default(missing):
     """Catches a None default for a required size (row 7)."""
-    sizes = {"vocab_size": V, "block_size": T, "model_type": "gpt-nano"}
+    sizes = {"vocab_size": V, "block_size": T, "n_layer": 2, "n_head": 2, "n_embd": 8}
     del sizes[missing]
     with pytest.raises(TypeError, match=missing):
         GPTConfig(**sizes)
@@ -88,7 +82,7 @@ def test_table_of_names_is_the_published_one():
         gopher-44m 8 16 512, gpt-mini 6 6 192, gpt-micro 4 4 128, gpt-nano 3 3 48"""
     rows = [row.split() for row in sizes.split(",")]
     assert {name: tuple(map(int, numbers)) for name, *numbers in rows} == MODEL_TYPES
-    config = GPTConfig(vocab_size=V, block_size=T, model_type="gpt2-large")
+    config = complete(ArchitectureConfig(model_type="gpt2-large"), V, T)
     assert (config.n_layer, config.n_head, config.n_embd) == (36, 20, 1280)
     assert GPTConfig(**vars(config)) == config  # as a snapshot stores it
 
@@ -133,7 +127,7 @@ def test_parameter_names_and_shapes(bias):
 def test_parameter_counts_are_those_of_the_released_models(name, published):
     """Catches a missing or an additional matrix: the counts are those of the checkpoints that OpenAI released."""
     with torch.device("meta"):  # shapes without memory
-        assert GPT(GPTConfig(vocab_size=50257, block_size=1024, model_type=name)).num_parameters() == published
+        assert GPT(complete(ArchitectureConfig(model_type=name), 50257, 1024)).num_parameters() == published
 
 
 def test_head_is_the_embedding():
@@ -292,9 +286,9 @@ def test_attention_under_autocast_on_a_cpu_is_that_of_float32():
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 4, T, 8, generator=random).to(torch.bfloat16) for _ in range(3))
     with torch.autocast("cpu", torch.bfloat16):
-        found = scaled_dot_product_attention(q, k, v, 0.0, is_causal=True)
+        found = fast_attention(q, k, v, 0.0, is_causal=True)
         torch.manual_seed(0)
-        dropped = scaled_dot_product_attention(q, k, v, 0.9, is_causal=True)
+        dropped = fast_attention(q, k, v, 0.9, is_causal=True)
     scores = q.double() @ k.double().mT / math.sqrt(8)
     is_later = torch.ones(T, T, dtype=torch.bool).triu(1)
     wanted = torch.softmax(scores.masked_fill(is_later, -math.inf), dim=-1) @ v.double()
@@ -311,10 +305,10 @@ def test_gelu_under_autocast_is_as_good_as_bfloat16():
     """Catches the other form in float32, where it would be seen, the slow one under autocast, and a third."""
     x = torch.linspace(-6, 6, 2001).to(torch.bfloat16)
     reference = torch.nn.functional.gelu(x.double(), approximate="tanh")
-    assert torch.equal(gelu(x.float()), torch.nn.functional.gelu(x.float(), approximate="tanh"))
+    assert torch.equal(fast_gelu(x.float()), torch.nn.functional.gelu(x.float(), approximate="tanh"))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(gelu(x), torch.nn.functional.gelu(x))
-        error = (gelu(x).double() - reference).abs()
+        assert torch.equal(fast_gelu(x), torch.nn.functional.gelu(x))
+        error = (fast_gelu(x).double() - reference).abs()
     assert (error <= 5e-4 + reference.abs() / 256).all()  # bfloat16 has 8 bits
 
 
@@ -467,13 +461,13 @@ def test_limits_that_are_greedy(parameters):
 def test_temperature_below_float32_is_greedy():
     """Catches 0 / 0: a positive temperature that float32 rounds to 0 makes every probability NaN."""
     logits = torch.tensor([[0.5, 2.0, -1.0]])
-    assert choose_token(logits, 1e-50, True, None, None, None).tolist() == [[1]]
+    assert choose_token(logits, Sampling(1e-50, True)).tolist() == [[1]]
 
 
 def test_a_low_temperature_is_not_greedy_yet():
     """Catches a threshold for greedy that is too high: at 0.0005 a token that is nearly as likely is drawn, too."""
     logits = torch.tensor([[0.0, -0.0002]]).expand(1000, -1)
-    draws = choose_token(logits, 5e-4, True, None, None, torch.Generator().manual_seed(0))
+    draws = choose_token(logits, Sampling(5e-4, True), torch.Generator().manual_seed(0))
     # exp(-0.4) = 0.67 to 1: 0.40 of the draws, with a deviation of 0.016.
     assert draws.double().mean() == pytest.approx(0.4, abs=0.08)
 
@@ -481,7 +475,7 @@ def test_a_low_temperature_is_not_greedy_yet():
 def test_equally_likely_tokens_all_stay():
     """Catches top-k that keeps one of several that share the k-th place, whichever the sort has put first."""
     logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]]).expand(2000, -1)
-    draws = choose_token(logits, 1.0, True, 2, None, torch.Generator().manual_seed(0))
+    draws = choose_token(logits, Sampling(1.0, True, 2), torch.Generator().manual_seed(0))
     assert set(draws.flatten().tolist()) == {0, 1, 2, 3}
 
 
@@ -489,21 +483,21 @@ def test_top_p_ends_where_p_is_reached():
     """Catches a token too many where the likelier ones have p to the bit."""
     logits = torch.tensor([[0.5, 0.25, 0.25]]).log().expand(2000, -1)
     for p, wanted in ((0.5, {0}), (0.501, {0, 1}), (0.75, {0, 1})):
-        draws = choose_token(logits, 1.0, True, None, p, torch.Generator().manual_seed(0))
+        draws = choose_token(logits, Sampling(1.0, True, None, p), torch.Generator().manual_seed(0))
         assert len(set(draws.flatten().tolist())) == len(wanted), p
 
 
 def test_narrow_logits_are_filtered_in_float32():
     """Catches probabilities summed up in bfloat16: 8 bits can't tell 510 of 1,024 equal ones from 511."""
     logits = torch.zeros(1, 1024, dtype=torch.bfloat16).expand(10_000, -1)
-    draws = choose_token(logits, 1.0, True, None, 0.499, torch.Generator().manual_seed(0))
+    draws = choose_token(logits, Sampling(1.0, True, None, 0.499), torch.Generator().manual_seed(0))
     assert len(set(draws.flatten().tolist())) == 511  # each of them is drawn some 20 times
 
 
 def test_no_logit_is_too_large_for_a_temperature():
     """Catches infinity minus infinity: a large logit divided by a small temperature is beyond float32."""
     logits = torch.tensor([[1e10, 0.0, 2e10], [0.0, 1.0, 0.5]])  # each row by its own largest
-    assert choose_token(logits, 1e-29, True, None, None, None).tolist() == [[2], [1]]
+    assert choose_token(logits, Sampling(1e-29, True)).tolist() == [[2], [1]]
 
 
 @pytest.mark.parametrize("parameters", [{"top_k": V}, {"top_k": V + 1}, {"top_k": 10**6}, {"top_p": 1.0}], ids=str)
@@ -535,7 +529,7 @@ def test_draws_follow_the_filtered_distribution(parameters, wanted):
     n = 40_000
     logits = torch.tensor([0.07, 0.5, 0.03, 0.25, 0.15]).log() + 3.0  # a constant changes nothing
     settings = {"temperature": 1.0, "do_sample": True, "top_k": None, "top_p": None, **parameters}
-    draws = choose_token(logits.expand(n, -1), generator=torch.Generator().manual_seed(0), **settings)
+    draws = choose_token(logits.expand(n, -1), Sampling(**settings), torch.Generator().manual_seed(0))
     assert draws.shape == (n, 1)
     assert draws.dtype == torch.int64
     for count, p in zip(torch.bincount(draws.flatten(), minlength=5).tolist(), wanted, strict=True):
@@ -547,7 +541,7 @@ def test_rows_are_filtered_one_by_one():
     """Catches a threshold or an order that is taken from another row of the batch."""
     logits = torch.tensor([[9.0, 8.0, 0.0, 0.0], [0.0, 0.0, 1.0, 2.0]]).repeat(500, 1)
     for parameters in ({"top_k": 2, "top_p": None}, {"top_k": None, "top_p": 0.7}):
-        draws = choose_token(logits, 1.0, True, generator=torch.Generator().manual_seed(0), **parameters)
+        draws = choose_token(logits, Sampling(1.0, True, **parameters), torch.Generator().manual_seed(0))
         assert set(draws[0::2].flatten().tolist()) <= {0, 1}
         assert set(draws[1::2].flatten().tolist()) == {2, 3}
 
@@ -599,7 +593,7 @@ def test_stream_yields_what_generate_returns():
     """Catches a stream that lags behind, or that leaves its caller without gradients."""
     model, idx = make_model(), tokens(2, 3)
     streamed = []
-    for token in model.stream(idx, 20):
+    for token in model.stream(idx, 20, Sampling()):
         assert token.shape == (2, 1)
         assert torch.is_grad_enabled()  # no_grad must not leak out of a suspended generator
         streamed.append(token)
@@ -635,14 +629,14 @@ def test_mode_is_restored(training):
     model.generate(idx, 5)
     assert modes() == {training}
 
-    stream = model.stream(idx, 5)
+    stream = model.stream(idx, 5, Sampling())
     next(stream)
     next(stream)
     assert modes() == {False}
     stream.close()
     assert modes() == {training}
 
-    for _ in model.stream(idx, 5):
+    for _ in model.stream(idx, 5, Sampling()):
         break  # the generator is dropped, and so closed
     assert modes() == {training}
 

@@ -6,17 +6,18 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import spawn
 from torch import nn
 
-import optimizer as optimizer_module
+import muon
 from model import GPT, GPTConfig
+from muon import orthogonalize
 from optimizer import (
     OptimizerConfig,
     create_optimizer,
     learning_rate_factor,
     load_optimizer_state,
     optimizer_state,
-    orthogonalize,
     set_learning_rate,
 )
 
@@ -548,8 +549,8 @@ def test_settings_of_older_programs_do_not_come_back(monkeypatch):
     model = make_model()
     optimizer = create_optimizer(model, OptimizerConfig(name="muon"))
     done = []
-    original = optimizer_module.orthogonalize
-    monkeypatch.setattr(optimizer_module, "orthogonalize", lambda m, t, n: done.append(n) or original(m, t, n))
+    original = muon.orthogonalize
+    monkeypatch.setattr(muon, "orthogonalize", lambda m, t, n: done.append(n) or original(m, t, n))
     take_steps(model, optimizer, [1])
     older = create_optimizer(model, OptimizerConfig(name="muon"))
     older.param_groups[0].update(ns_steps=5, nesterov=True)  # as the first version of this program had them
@@ -586,7 +587,7 @@ def test_muon_makes_its_state_once(monkeypatch):
 def step_as_rank(rank, folder):
     """What rank `rank` of 1, 2 and of 3 has after three steps of Muon: weights, state, and how much it multiplied."""
     original, sizes = orthogonalize, []
-    optimizer_module.orthogonalize = lambda m, *options: sizes.append(len(m)) or original(m, *options)
+    muon.orthogonalize = lambda m, *options: sizes.append(len(m)) or original(m, *options)
     torch.set_num_threads(1)  # as conftest.py says to the reference
     for world_size in (2, 3):
         if rank >= world_size:
@@ -604,7 +605,7 @@ def step_as_rank(rank, folder):
 
 def test_shared_out_products_are_those_of_one_rank(tmp_path):
     """Catches ranks that all multiply everything, pieces in a wrong order, padding that counts, and state by rank."""
-    torch.multiprocessing.spawn(step_as_rank, (str(tmp_path),), nprocs=3)
+    spawn(step_as_rank, 3, str(tmp_path))
     model = make_model(n_layer=4)
     optimizer = create_optimizer(model, OptimizerConfig())
     take_steps(model, optimizer, [1, 2, 3])

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import plan
 import pytest
 import torch
 from conftest import PROJECT, run_program, train
@@ -16,8 +15,9 @@ from test_trainer import make_trainer, world_of_one
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from config import Config, TrainerConfig
+from config import MODEL_TYPES, SIZES, Config, TrainerConfig
 from distributed import Ranks
+from large import plan
 from model import GPT, GPTConfig
 from optimizer import OptimizerConfig, create_optimizer
 
@@ -76,7 +76,7 @@ def test_the_planned_peak_is_that_of_a_real_step(tmp_path, name):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_the_published_models(name):
     """Catches a model that isn't the one that would be trained, such as one whose head counts twice."""
-    sizes = GPTConfig(vocab_size=50257, block_size=1024, model_type=name)
+    sizes = GPTConfig(vocab_size=50257, block_size=1024, **dict(zip(SIZES, MODEL_TYPES[name], strict=True)))
     config = TrainerConfig(batch_size=1, use_amp=False)
     needs = plan.work_out(sizes, config, OptimizerConfig(name="adamw"), ALONE, 1)
     assert needs.parameters == PUBLISHED[name]

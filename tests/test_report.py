@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import HANGS, PROJECT, TINY_RUN, read_losses, run_program
 from test_trainer import make_trainer, world_of_one
 
-import report
-from report import Run, Stopwatch, run_table
+from console import logs, reporter, sweep
+from console.reporter import Reporter, Stopwatch, lesson
+from report import Run, run_table
 from snapshot import load_snapshot, save_snapshot
 
 
@@ -24,7 +24,7 @@ from snapshot import load_snapshot, save_snapshot
 def clock(monkeypatch):
     """A clock that the test moves: clock[0] is the time in seconds."""
     now = [100.0]
-    monkeypatch.setattr(report.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(reporter.time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -68,14 +68,14 @@ def test_peak_memory_is_in_gigabytes():
     if not status.exists():
         pytest.skip("only Linux tells it a second way")
     peak = int(re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())[0]) * 1024 / 1e9
-    assert report.peak_memory(torch.device("cpu")) == pytest.approx(peak, rel=0.05)
+    assert reporter.peak_memory() == pytest.approx(peak, rel=0.05)
 
 
 def test_a_profile_is_made_by_rank_0_alone(tmp_path):
     """Catches ranks that write their traces over each other's, and a dry run that writes one."""
     for is_main, dry_run, has_profiler in ((True, False, True), (False, False, False), (True, True, False)):
-        reporter = report.Reporter(str(tmp_path), is_main, dry_run, profile=True)
-        assert (reporter.profiler is not None) == has_profiler
+        made = Reporter(str(tmp_path), is_main, dry_run, profile=True)
+        assert (made.profiler is not None) == has_profiler
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_a_samples_lines_stay_lines(tmp_path, caplog):
     """Catches lines that TensorBoard, which reads Markdown, runs together; and signs that a terminal obeys."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    reporter = report.Reporter(str(tmp_path), is_main=True)
-    reporter.header([], {}, 0, 1)
+    speaker = Reporter(str(tmp_path), is_main=True)
+    speaker.header([], {}, 0, 1)
     with caplog.at_level(logging.INFO):
-        reporter.evaluation(1, 2.0, 1.9, "To be\nor not to be")
-        reporter.evaluation(2, 2.0, 1.9, "\x1b[2J\r\x0b")
-    reporter.close()
+        speaker.evaluation(1, 2.0, 1.9, "To be\nor not to be")
+        speaker.evaluation(2, 2.0, 1.9, "\x1b[2J\r\x0b")
+    speaker.close()
     assert [message for message in caplog.messages if message.startswith("    ")] == [
         '    "To be / or not to be"',
         r'    "\x1b[2J\r\x0b"',
@@ -131,14 +131,14 @@ def test_one_sees_it_learn_to_spell(tmp_path, caplog):
 def test_the_closing_words_say_what_the_losses_mean(tmp_path, caplog):
     """Catches the two losses swapped, and no word about a text that was learned by heart; or one where it wasn't."""
     words = "learned: 1.31 on the text it trained on, 1.54 on unseen text"
-    assert report.lesson(1.31, 1.54, 1.31, 1.54, 1100, 1100) == [words]
-    by_heart = report.lesson(0.52, 1.90, 1.30, 1.48, 400, 1100)
+    assert lesson(1.31, 1.54, 1.31, 1.54, 1100, 1100) == [words]
+    by_heart = lesson(0.52, 1.90, 1.30, 1.48, 400, 1100)
     assert by_heart[0] == "learned: 0.52 on the text it trained on, 1.90 on unseen text"
     assert by_heart[1] == "unseen text: lowest at step 400 of 1,100 (1.48, the best snapshot)"
     assert by_heart[2].startswith("after that it learned its text by heart; try ")
-    assert len(report.lesson(1.29, 1.485, 1.30, 1.48, 400, 1100)) == 1  # up and down a little
-    assert len(report.lesson(0.20, 2.40, 0.19, 2.00, 400, 1100)) == 1  # worse on both: that is another fault
-    assert len(report.lesson(0.52, 1.90, math.nan, 1.48, 400, 1100)) == 1  # a restart doesn't know how it was then
+    assert len(lesson(1.29, 1.485, 1.30, 1.48, 400, 1100)) == 1  # up and down a little
+    assert len(lesson(0.20, 2.40, 0.19, 2.00, 400, 1100)) == 1  # worse on both: that is another fault
+    assert len(lesson(0.52, 1.90, math.nan, 1.48, 400, 1100)) == 1  # a restart doesn't know how it was then
     with world_of_one() as ranks, caplog.at_level(logging.INFO):
         make_trainer(tmp_path, ranks=ranks).fit()
     train_loss, loss = read_losses(tmp_path, "eval/train_loss")[20], read_losses(tmp_path, "eval/loss")[20]
@@ -151,7 +151,7 @@ def test_other_ranks_speak_up_only_when_something_is_wrong(capsys):
     handlers, level = root.handlers[:], root.level
     try:
         for is_main, wanted in ((True, 2), (False, 1)):
-            report.set_up_logging(is_main, "[rank 1] ", None)
+            logs.set_up_logging(is_main, "[rank 1] ", None)
             logging.getLogger("somebody").info("all is well")
             logging.getLogger("somebody").warning("something is wrong")
             lines = capsys.readouterr().err.splitlines()
@@ -186,10 +186,10 @@ def test_a_long_run_fits_80_columns_too():
     from tqdm import tqdm
 
     for total, seconds in ((9_999, 3_600.0), (99_999, 359_000.0), (1_000_000, 359_000.0)):
-        postfix = f"loss 10.123, {report.short_number(12_345_678)} tokens/s"
+        postfix = f"loss 10.123, {reporter.short_number(12_345_678)} tokens/s"
         for step in (total // 2, total):
             meter = {"n": step, "total": total, "elapsed": seconds, "postfix": postfix, "ncols": 80}
-            bar = tqdm.format_meter(**meter, bar_format=report.bar_format(total))
+            bar = tqdm.format_meter(**meter, bar_format=reporter.bar_format(total))
             assert len(bar) <= 80
             assert bar.endswith("12.3M tokens/s")
             assert f"step {step}/{total} |" in bar
@@ -198,9 +198,9 @@ def test_a_long_run_fits_80_columns_too():
 def test_the_table_of_a_sweep():
     """Catches NaN in front of numbers, failures in front of anything, and runs with equal losses out of their order."""
     losses = [math.nan, 2.0, math.inf, 1.0, 2.0]
-    runs = [report.Outcome(number, f"/runs/{number}", loss) for number, loss in enumerate(losses, 1)]
-    runs.append(report.Outcome(6, "/runs/6", 0.5, failure="out of memory"))
-    lines = report.sweep_table(runs).strip().splitlines()[1:]
+    runs = [sweep.Outcome(number, f"/runs/{number}", loss) for number, loss in enumerate(losses, 1)]
+    runs.append(sweep.Outcome(6, "/runs/6", 0.5, failure="out of memory"))
+    lines = sweep.sweep_table(runs).strip().splitlines()[1:]
     assert [int(line.split(":")[0].split()[1]) for line in lines] == [4, 2, 5, 1, 3, 6]
     assert lines[0] == "  run 4: evaluation loss 1.0000  /runs/4"
     assert lines[-1] == "  run 6: failed: out of memory  /runs/6"

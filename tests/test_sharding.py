@@ -3,20 +3,18 @@
 import itertools
 import os
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sharding
 import torch
 import torch.distributed as dist
-from conftest import read_losses
+from conftest import free_port, read_losses, spawn
 from filelock import FileLock
-from large.sharding import check_shardable, norm
 from test_trainer import DROPOUT, StopHereError, make_trainer, stop_in_step
 
-from distributed import process_group
+from distributed import local, norm, process_group
+from large.sharding import check_shardable
 from model import GPT, GPTConfig
 from snapshot import load_snapshot
 
@@ -28,12 +26,6 @@ MICRO_BATCHES = {1: 6, 2: 3, 3: 2, 4: 1}  # by number of ranks: two passes for a
 WRITERS = [(1, "ddp"), (2, "ddp"), (2, "fsdp"), (4, "fsdp")]
 # What is compared with one rank under ddp.
 RUNS = [(1, "ddp"), (2, "ddp"), (1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "fsdp")]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_as_rank(rank: int, folder: Path, ports: dict[int, int]) -> None:
@@ -91,7 +83,7 @@ def look_closer(file: Path, key: str, ranks: Any) -> None:
     """What a rank has of a model, its mask of dropout, an evaluation in which one rank has no window left."""
     result: dict[str, Any] = {}
     trainer = make_trainer(Path(f"{file}-looked"), key, *DROPOUT, "data_config.truncate=0.07", ranks=ranks)
-    result["held"] = sum(sharding.local(p).numel() for p in trainer.parameters.values())
+    result["held"] = sum(local(p).numel() for p in trainer.parameters.values())
     result["norm"] = norm(trainer.parameters.values())
     result["evaluation"] = trainer.evaluate()
     masks = []
@@ -117,7 +109,7 @@ def runs(request, tmp_path_factory, worker_id):
         for program in (run_as_rank, go_on_as_rank) if not folder.exists() else ():
             folder.mkdir(exist_ok=True)
             ports = {world: free_port() for world in (WORLDS if is_slow else WORLDS[:2])}
-            torch.multiprocessing.spawn(program, (folder, ports), nprocs=max(ports))
+            spawn(program, max(ports), folder, ports)
     return folder
 
 

@@ -16,11 +16,12 @@ import fsspec
 import pytest
 import torch
 from conftest import SAMPLE_TEXT
-from run_files import check_matches, set_aside
 from test_trainer import make_trainer, world_of_one
 
 from char_dataset import CharVocabulary
 from model import GPT, GPTConfig
+from saving.contents import check_matches
+from saving.moving import set_aside
 from snapshot import (
     FORMAT_VERSION,
     DamagedSnapshotError,
@@ -350,14 +351,15 @@ def test_two_damaged_snapshots_are_both_named(tmp_path):
         load_newest(url)
 
 
-def test_a_newer_format_is_refused(tmp_path):
-    """Catches an older program that misreads a newer one's file, or falls back behind it and trains on."""
+@pytest.mark.parametrize("version", [FORMAT_VERSION - 1, FORMAT_VERSION + 1])
+def test_another_format_is_refused(tmp_path, version):
+    """Catches a program that misreads another version's file, or falls back behind it and trains on."""
     url = str(tmp_path / "gpt_snapshot.pt")
     save_snapshot(small_snapshot(1), url)
-    newer = load_snapshot(url) | {"format_version": FORMAT_VERSION + 1}
+    other = load_snapshot(url) | {"format_version": version}
     save_snapshot(small_snapshot(2), url)
-    torch.save(newer, url)
-    with pytest.raises(ValueError, match=rf"format {FORMAT_VERSION + 1}, .* up to {FORMAT_VERSION}"):
+    torch.save(other, url)
+    with pytest.raises(ValueError, match=rf"format {version}, .* reads format {FORMAT_VERSION};"):
         load_newest(url)
 
 

@@ -1,17 +1,13 @@
 """The training loop: steps, accumulation, ranks, evaluation, and going on after a stop.
 
-Started as a program by torchrun or by `run_nodes`, this file is one rank of the runs that the tests below compare.
+Started as a program, this file is one rank of the runs that the tests below compare.
 """
 
 import copy
 import dataclasses
 import logging
 import math
-import os
-import shutil
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,31 +15,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import run_files
-import sharding
 import torch
 import torch.distributed as dist
-from conftest import HANGS, PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_program
+from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_ranks
 from omegaconf import OmegaConf
-from run_files import RunError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-import optimizer as optimizer_module
-import report
+import distributed
+import muon
 from char_dataset import CharDataset, CharVocabulary, WindowSampler
-from config import Config, TrainerConfig, choose_dtype
-from distributed import STOP_SIGNALS, Ranks, all_reduce_max, process_group
+from config import Config
+from console import reporter
+from console.signals import STOP_SIGNALS
+from distributed import Ranks, all_reduce_max, choose_dtype, process_group
 from main import build_trainer
 from model import GPT
 from optimizer import learning_rate_factor
+from saving import run_snapshots
+from saving.run_snapshots import RunError
 from snapshot import load_snapshot, save_snapshot
-from trainer import Trainer, sample, step_seed
+from trainer import Trainer, step_seed
 
 # What the tests below vary; a step is always the same 12 windows.
 MICRO_BATCHES = {1: (12, 6, 4, 3), 2: (6, 3, 2), 3: (4, 2, 1)}  # ranks: sequences in a forward pass
+SEVERAL = [2, pytest.param(3, marks=pytest.mark.slow)]  # ranks
+SHARED_OUT = [
+    *((2, micro) for micro in MICRO_BATCHES[2]),
+    *(pytest.param(3, micro, marks=pytest.mark.slow) for micro in MICRO_BATCHES[3]),
+]
 NO_CLIPPING = "trainer_config.grad_norm_clip=null"
 DROPOUT = ["gpt_config.embd_pdrop=0.2", "gpt_config.resid_pdrop=0.2", "gpt_config.attn_pdrop=0.2"]
 TWO_EPOCHS = ["trainer_config.max_epochs=2", "trainer_config.max_steps=30"]  # 24 steps, and 6 of the second epoch
@@ -63,9 +65,7 @@ def make_trainer(run_dir: Path, *overrides: str, ranks: Ranks) -> Trainer:
         OmegaConf.from_dotlist([*TINY_RUN, "trainer_config.sample_tokens=0", *overrides]),
     )
     config: Any = OmegaConf.to_object(cfg)
-    return build_trainer(
-        config, config.data_config.path, ranks, str(run_dir), OmegaConf.to_container(cfg, resolve=True)
-    )
+    return build_trainer(config, config.data_config.path, ranks, str(run_dir))
 
 
 @contextmanager
@@ -219,7 +219,7 @@ def run_as_rank(folder: Path) -> None:
             before_ddp.append(copy.deepcopy(module.state_dict()))  # DDP itself makes all ranks equal to rank 0
             super().__init__(module, *args, **kwargs)
 
-    vars(sharding)["DistributedDataParallel"] = WatchedDDP
+    vars(distributed)["DistributedDataParallel"] = WatchedDDP
     with process_group(1.0) as ranks:
         for micro in MICRO_BATCHES[ranks.world_size]:
             trainer = make_trainer(
@@ -282,50 +282,19 @@ def run_as_rank(folder: Path) -> None:
             torch.save(results, folder / "results.pt")
 
 
-def run_nodes(n: int, *command: object) -> str:
-    """Run a program on n nodes of one rank each, as n launchers would; what all of them said, if one failed.
-
-    Each is local rank 0 of its node: a program that takes that for its place among all ranks computes wrong things.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"LOCAL_RANK": "0", "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    nodes = [
-        subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            env={**os.environ, "PYTHONPATH": str(PROJECT), **common, "RANK": str(rank)},
-            cwd=PROJECT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(n)
-    ]
-    try:
-        errors = [node.communicate(timeout=HANGS)[1] for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    return "\n".join(errors) if any(node.returncode for node in nodes) else ""
-
-
 @pytest.fixture(scope="module")
 def rank_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, list[dict[str, Any]]]]:
     """Runs of real processes, each started once: number of ranks -> (folder, results by rank).
 
-    Two ranks are on two nodes; three are on one, under torchrun.
+    Two ranks are on two nodes; three are on one.
     """
     runs: dict[int, tuple[Path, str]] = {}
 
     def get(n: int) -> tuple[Path, list[dict[str, Any]]]:
         if n not in runs:
             folder = tmp_path_factory.mktemp(f"ranks{n}")
-            if n == 2:
-                runs[n] = folder, run_nodes(n, __file__, folder)
-            else:
-                launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}")
-                process = run_program(*launcher, __file__, folder, env={"PYTHONPATH": str(PROJECT)}, timeout=600)
-                runs[n] = folder, process.stderr if process.returncode else ""
+            process = run_ranks(n, __file__, folder, nodes=n == 2, env={"PYTHONPATH": str(PROJECT)})
+            runs[n] = folder, process.stderr if process.returncode else ""
         folder, failure = runs[n]
         if failure:
             pytest.fail(f"ranks failed: {failure[:2000]}", pytrace=False)
@@ -367,7 +336,7 @@ def test_accumulated_gradient_is_that_of_one_big_batch(alone, tmp_path, micro):
     assert read_losses(tmp_path)[1] == pytest.approx(loss, abs=2e-6)
 
 
-@pytest.mark.parametrize(("n", "micro"), [(n, micro) for n in (2, 3) for micro in MICRO_BATCHES[n]])
+@pytest.mark.parametrize(("n", "micro"), SHARED_OUT)
 def test_ranks_gradient_is_that_of_one_big_batch(alone, tmp_path, rank_runs, n, micro):
     """Catches sums instead of means over ranks, ranks that train on the same windows, and unequal weights of them."""
     _, results = rank_runs(n)
@@ -376,7 +345,7 @@ def test_ranks_gradient_is_that_of_one_big_batch(alone, tmp_path, rank_runs, n, 
         assert_gradients_equal(result[f"gradient{micro}"], expected)
 
 
-@pytest.mark.parametrize(("n", "micro"), [(n, micro) for n in (2, 3) for micro in MICRO_BATCHES[n]])
+@pytest.mark.parametrize(("n", "micro"), SHARED_OUT)
 def test_one_all_reduce_in_each_optimizer_step(rank_runs, n, micro):
     """Catches a missing no_sync, or one entered after the forward pass: an all-reduce for each micro-batch."""
     _, results = rank_runs(n)
@@ -385,7 +354,7 @@ def test_one_all_reduce_in_each_optimizer_step(rank_runs, n, micro):
     assert [result[f"all_reduces{micro}"] for result in results] == [2 + 3] * n
 
 
-@pytest.mark.parametrize(("n", "micro"), [(n, micro) for n in (2, 3) for micro in MICRO_BATCHES[n]])
+@pytest.mark.parametrize(("n", "micro"), SHARED_OUT)
 def test_gradients_stay_where_they_are_sent_from(rank_runs, n, micro):
     """Catches gradients that are removed after a step: DDP would copy each into its bucket in the next one."""
     folder, results = rank_runs(n)
@@ -401,7 +370,7 @@ def test_gradients_stay_where_they_are_sent_from(rank_runs, n, micro):
     assert kept == {step: pytest.approx(loss, abs=1e-5) for step, loss in removed.items()}
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SEVERAL)
 def test_losses_are_the_same_on_any_number_of_ranks(alone, tmp_path, rank_runs, n):
     """Catches an order of the data that depends on the number of ranks, and losses averaged over rank 0 alone."""
     folder, _ = rank_runs(n)
@@ -482,13 +451,13 @@ def test_choice_of_dtype(monkeypatch, use_amp, wish, device, has_bfloat16, expec
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bfloat16)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bfloat16, "avx2": True})
     monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device_type: True)
-    assert choose_dtype(TrainerConfig(use_amp=use_amp, amp_dtype=wish), torch.device(device)) == expected
+    assert choose_dtype(torch.device(device), use_amp, wish) == expected
 
 
 def test_amx_counts_as_bfloat16(monkeypatch):
     """Catches a look at one of the two instruction sets only."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False, "amx_bf16": True})
-    assert choose_dtype(TrainerConfig(), torch.device("cpu")) == torch.bfloat16
+    assert choose_dtype(torch.device("cpu"), True, "auto") == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -504,16 +473,16 @@ def test_products_are_computed_in_the_chosen_type(alone, tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "muon"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")], ids=str
+    ("dtype", "narrow"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")], ids=str
 )
-def test_muon_computes_in_a_type_with_enough_range(alone, tmp_path, monkeypatch, dtype, muon):
+def test_muon_computes_in_a_type_with_enough_range(alone, tmp_path, monkeypatch, dtype, narrow):
     """Catches float16 in Muon's products, whose entries it can't hold, and float32 where bfloat16 is twice as fast."""
     settings = ["trainer_config.use_amp=true", f"trainer_config.amp_dtype={dtype}", "trainer_config.max_steps=1"]
     used = set()
-    original = optimizer_module.orthogonalize
-    monkeypatch.setattr(optimizer_module, "orthogonalize", lambda m, t, *rest: used.add(t) or original(m, t, *rest))
+    original = muon.orthogonalize
+    monkeypatch.setattr(muon, "orthogonalize", lambda m, t, *rest: used.add(t) or original(m, t, *rest))
     make_trainer(tmp_path, *settings, ranks=alone).fit()
-    assert used == {getattr(torch, muon)}
+    assert used == {getattr(torch, narrow)}
 
 
 @pytest.mark.parametrize("wish", ["float16", "bfloat16"])
@@ -521,7 +490,7 @@ def test_refuses_a_dtype_that_the_device_cannot_compute_in(monkeypatch, wish):
     """Catches a silent fallback: the run would not be what its configuration says."""
     monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device_type: False)
     with pytest.raises(ValueError, match=rf"amp_dtype={wish}.* mps.*auto"):
-        choose_dtype(TrainerConfig(amp_dtype=wish), torch.device("mps"))
+        choose_dtype(torch.device("mps"), True, wish)
 
 
 @pytest.mark.parametrize(("optimizer", "band"), [("adamw", 0.03), ("muon", 0.004)])
@@ -665,7 +634,7 @@ def test_every_epoch_has_an_order_of_its_own(alone, tmp_path):
 def test_speeds_are_of_whole_steps(alone, tmp_path, monkeypatch):
     """Catches tokens counted by micro-batch, seconds of several steps taken for one's, and waiting taken for work."""
     now = [100.0]
-    monkeypatch.setattr(report.time, "perf_counter", lambda: now[0])  # a clock that only the lines below move
+    monkeypatch.setattr(reporter.time, "perf_counter", lambda: now[0])  # a clock that only the lines below move
     trainer = make_trainer(
         *(tmp_path, "trainer_config.micro_batch_size=4", "trainer_config.log_every_steps=5"),
         "trainer_config.max_steps=10",
@@ -703,7 +672,7 @@ def test_speeds_are_of_whole_steps(alone, tmp_path, monkeypatch):
         assert read_losses(tmp_path, tag) == {step: pytest.approx(wanted, rel=1e-6) for step in (5, 10)}, tag
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SEVERAL)
 def test_speeds_are_of_all_ranks_together(rank_runs, n):
     """Catches a speed of one rank's share: the windows of a step are those of all of them."""
     folder, _ = rank_runs(n)
@@ -819,7 +788,7 @@ def test_evaluation_scores_every_target_once(alone, tmp_path):
     assert trainer.evaluate() == pytest.approx(explicit_evaluation(trainer.raw_model), abs=1e-6)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SEVERAL)
 def test_evaluation_agrees_on_any_number_of_ranks(alone, tmp_path, rank_runs, n):
     """Catches padding to equal shares, and a mean of the ranks' means: 513 targets divide neither by 2 nor 16."""
     _, results = rank_runs(n)
@@ -828,7 +797,7 @@ def test_evaluation_agrees_on_any_number_of_ranks(alone, tmp_path, rank_runs, n)
         assert result["evaluation"] == pytest.approx(expected, abs=1e-6)  # as above
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SEVERAL)
 def test_rank_0_reports_the_loss_of_every_rank(rank_runs, n):
     """Catches an evaluation that only one rank's share went into: the reported counts must make up the text."""
     _, results = rank_runs(n)
@@ -860,7 +829,7 @@ def test_what_was_learned_is_measured_on_the_training_text(alone, tmp_path):
 # ------------------------------------------------------------------------------------ randomness
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SEVERAL)
 def test_all_ranks_start_as_one_model(alone, tmp_path, rank_runs, n):
     """Catches an initialisation seeded with the rank: ranks are compared before DDP copies rank 0's weights."""
     _, results = rank_runs(n)
@@ -869,7 +838,7 @@ def test_all_ranks_start_as_one_model(alone, tmp_path, rank_runs, n):
         assert all(torch.equal(tensor, result["initial_weights"][name]) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SEVERAL)
 def test_dropout_masks_differ_between_ranks_steps_and_micro_batches(rank_runs, n):
     """Catches one dropout seed on all ranks, and a seed that leaves the step out."""
     _, results = rank_runs(n)
@@ -890,7 +859,7 @@ def test_step_seed_is_a_function_of_seed_step_and_rank():
     torch.manual_seed(max(seeds))  # within the range that torch takes
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SEVERAL)
 def test_ranks_agree_on_the_largest_value(rank_runs, n):
     """Catches a sum: SIGTERM, 15, noticed by two ranks at once would become signal 30."""
     _, results = rank_runs(n)
@@ -982,7 +951,7 @@ def test_a_stopped_run_ends_like_one_that_was_not(alone, tmp_path, stop, setting
     assert_same_end(tmp_path / "straight", tmp_path / "stopped")
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SEVERAL)
 def test_stopped_ranks_end_like_ranks_that_were_not(rank_runs, n):
     """Catches ranks that go on with rank 0's dropout, or from different places.
 
@@ -1011,20 +980,6 @@ def test_a_resumed_run_counts_its_own_steps_only(alone, tmp_path):
     before_each_step(second, lambda: counted_from.append(second.reporter.watch.first_step))
     second.fit()
     assert counted_from[0] == 5
-
-
-def test_a_run_of_the_first_version_goes_on(alone, tmp_path):
-    """Catches a change that leaves people's snapshots behind: this one was written by version 0.1.0 after 10 steps."""
-    old = Path(__file__).parent / "version_0_1_0"
-    shutil.copy(old / "step_10.pt", tmp_path / "gpt_snapshot.pt")
-    trainer = make_trainer(tmp_path, "gpt_config.resid_pdrop=0.1", "trainer_config.save_every_steps=10", ranks=alone)
-    trainer.resume()
-    assert trainer.step == 10
-    trainer.fit()
-    there, here = (load_snapshot(str(p))["model"] for p in (old / "step_20.pt", tmp_path / "gpt_snapshot.pt"))
-    for name, weight in there.items():
-        # Ten steps of float32: another processor rounds differently, by less than this; another mask shows in 1e-2.
-        torch.testing.assert_close(here[name], weight, rtol=0, atol=1e-4)
 
 
 def test_the_scale_is_resumed(alone, tmp_path):
@@ -1104,8 +1059,8 @@ def test_a_state_is_written_once(alone, tmp_path, monkeypatch):
         written.append((state["step"], url))
         save_snapshot(state, url, keep_previous)
 
-    monkeypatch.setattr(run_files, "save_snapshot", save)
-    monkeypatch.setattr(run_files, "duplicate", lambda url, target: written.append(("a second name", target)))
+    monkeypatch.setattr(run_snapshots, "save_snapshot", save)
+    monkeypatch.setattr(run_snapshots, "duplicate", lambda url, target: written.append(("a second name", target)))
     settings = ["trainer_config.eval_every_steps=3", "trainer_config.max_steps=5"]
     trainer = make_trainer(tmp_path, *settings, ranks=alone)
     losses = iter([3.0, 2.0])
@@ -1175,12 +1130,12 @@ def test_the_sample_is_repeatable_and_without_its_prompt(alone, tmp_path):
     """Catches a sample from the global generator, one without the run's seed, and one that begins with its newline."""
     trainer = make_trainer(tmp_path, "trainer_config.sample_tokens=30", ranks=alone)
     before = torch.get_rng_state()
-    first, second = sample(trainer, 30), sample(trainer, 30)
+    first, second = trainer.sample(30), trainer.sample(30)
     assert first == second
     assert len(first) == 30
     assert torch.equal(torch.get_rng_state(), before)
     trainer.config.seed += 1
-    assert sample(trainer, 30) != first
+    assert trainer.sample(30) != first
 
 
 def test_a_prolonged_run_remembers_its_best_loss(alone, tmp_path, monkeypatch):

@@ -16,9 +16,8 @@ import torch
 PROJECT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(PROJECT))  # the scripts are started by their path, and the project's modules lie above them
 
-from data.corpus import read_text  # noqa: E402
-
 from char_dataset import CharDataset, CharVocabulary, DataConfig, split_codes  # noqa: E402
+from data.corpus import read_text  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from optimizer import OptimizerConfig, create_optimizer, learning_rate_factor, set_learning_rate  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Clipping a gradient that still carries the scaler's factor (TUTORIAL.md, chapter 6).
+"""Clipping a gradient that still carries the scaler's factor (TUTORIAL.md, chapter 7).
 
 Everything is computed in float32 here: the order of the calls is the mistake, not the precision.
 """

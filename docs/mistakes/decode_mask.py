@@ -1,4 +1,4 @@
-"""is_causal=True with one query and many cached keys hides all but the first (TUTORIAL.md, chapter 11).
+"""is_causal=True with one query and many cached keys hides all but the first (TUTORIAL.md, chapter 5).
 
 A trained model reads unseen text one token at a time, with cached keys and values, and predicts what follows.
 """
@@ -40,7 +40,7 @@ if __name__ == "__main__":
         causal: F.scaled_dot_product_attention(q, k, torch.eye(5)[None, None], is_causal=causal).flatten().tolist()
         for causal in (True, False)
     }
-    with patch("model.scaled_dot_product_attention", always_causal):
+    with patch("model.fast_attention", always_causal):
         wrong = decode(model, x, y)
     with torch.no_grad():
         whole = float(model(x, y)[1])

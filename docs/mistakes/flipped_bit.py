@@ -1,4 +1,4 @@
-"""torch.load doesn't look at checksums: a flipped bit in a weight passes (TUTORIAL.md, chapter 9)."""
+"""torch.load doesn't look at checksums: a flipped bit in a weight passes (TUTORIAL.md, chapter 10)."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""DistributedSampler repeats items to give all ranks equally many (TUTORIAL.md, chapter 7).
+"""DistributedSampler repeats items to give all ranks equally many (TUTORIAL.md, chapter 8).
 
 Harmless in training, but not in an evaluation: ten windows on four ranks are scored as twelve.
 """

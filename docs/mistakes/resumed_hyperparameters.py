@@ -1,4 +1,4 @@
-"""A resumed optimizer that silently keeps the old learning rate and weight decay (TUTORIAL.md, chapter 10)."""
+"""A resumed optimizer that silently keeps the old learning rate and weight decay (TUTORIAL.md, chapter 11)."""
 
 from _shared import batch_of, is_quick, print_table, read_parts, small_model
 

@@ -1,4 +1,4 @@
-"""The whole context goes through the model again for every new token (TUTORIAL.md, chapter 11)."""
+"""The whole context goes through the model again for every new token (TUTORIAL.md, chapter 5)."""
 
 import time
 

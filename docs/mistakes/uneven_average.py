@@ -1,4 +1,4 @@
-"""Averages of averages over groups of different sizes (TUTORIAL.md, chapter 8).
+"""Averages of averages over groups of different sizes (TUTORIAL.md, chapter 9).
 
 Ten windows as micro-batches of 4, 4 and 2, and an evaluation text shared by three ranks; the reference is everything
 in one batch.
@@ -10,7 +10,7 @@ from _shared import batch_of, fit, is_quick, print_table, read_parts, small_mode
 from torch import Tensor
 
 from char_dataset import evaluation_batches
-from model import GPT
+from model import GPT, sum_losses
 
 SIZES = [4, 4, 2]
 
@@ -23,17 +23,10 @@ def gradient(model: GPT, x: Tensor, y: Tensor, sizes: list[int], weights: list[f
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@torch.no_grad()
 def rank_losses(model: GPT, codes: np.ndarray, ranks: int) -> list[tuple[float, int]]:
     """Each rank's (sum of losses, number of targets)."""
-    shares = []
-    for rank in range(ranks):
-        total, count = 0.0, 0
-        for x, y in evaluation_batches(codes, model.config.block_size, 1, rank, ranks):
-            targets = int((y != -1).sum())
-            total, count = total + float(model(x, y)[1]) * targets, count + targets
-        shares.append((total, count))
-    return shares
+    T = model.config.block_size
+    return [sum_losses(model, evaluation_batches(codes, T, 1, rank, ranks)) for rank in range(ranks)]
 
 
 if __name__ == "__main__":
@@ -48,7 +41,7 @@ if __name__ == "__main__":
     wrong = gradient(model, x, y, SIZES, [1 / len(SIZES)] * 3)  # THE MISTAKE: the small group counts like the others
     right = gradient(model, x, y, SIZES, [size / sum(SIZES) for size in SIZES])
 
-    part = evaluation[: 4 * T + T // 2]  # four and a half windows: shares of 2, 2 and less than 1
+    part = evaluation[: 4 * T + T // 2]  # four and a half windows: shares of 2, 1 1/2 and 1
     shares = rank_losses(model, part, 3)
     ((total, count),) = rank_losses(model, part, 1)
     mean_of_means = sum(s / c for s, c in shares) / len(shares)  # THE MISTAKE

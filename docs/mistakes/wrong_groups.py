@@ -1,4 +1,4 @@
-"""Parameters in the wrong optimizer group, or in none (TUTORIAL.md, chapter 5).
+"""Parameters in the wrong optimizer group, or in none (TUTORIAL.md, chapter 6).
 
 `AdamW(model.parameters())` decays everything; sorting by kinds of layers and names forgets what has another name.
 """

@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import torch
 from alterations import alterations
-from conftest import SAMPLE_TEXT, read_losses
-from test_faults import LONG_RUN, TORCHRUN, is_running, output, start, tensors, wait_for_step, workers
+from conftest import SAMPLE_TEXT, Started, read_losses
+from test_faults import LONG_RUN, is_running, output, start, tensors, wait_for_step, workers
 from test_trainer import make_trainer, world_of_one
 
 from snapshot import Snapshot, best_url, load_newest, load_snapshot, prepare, previous_url, save_snapshot
@@ -128,9 +128,9 @@ def descendants(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def running(run_dir: Path, *overrides: str, launcher: list[str]) -> Iterator[subprocess.Popen[str]]:
+def running(run_dir: Path, *overrides: str, launcher: list[str]) -> Iterator[Started]:
     """A run that is gone at the end of the with-block, and all that it has started with it."""
-    process = start(run_dir, *overrides, launcher=launcher)
+    process = start(run_dir, *overrides, launcher=launcher, is_real=True)
     try:
         yield process
     finally:
@@ -142,7 +142,7 @@ def running(run_dir: Path, *overrides: str, launcher: list[str]) -> Iterator[sub
         process.wait(10)
 
 
-def finish(process: subprocess.Popen[str], run_dir: Path, undisturbed: Path, url: str = "") -> str:
+def finish(process: Started, run_dir: Path, undisturbed: Path, url: str = "") -> str:
     """Wait for the end; what is wrong with it, empty if nothing is."""
     code = process.wait(600)
     return run_difference(run_dir, undisturbed, url) if code == 0 else f"exit code {code}: {last_words(run_dir)}"
@@ -204,7 +204,7 @@ class Stress:
     @functools.cached_property
     def short(self) -> Path:
         """Two ranks, 60 steps, undisturbed."""
-        return self.undisturbed("short", TORCHRUN, SHORTER)
+        return self.undisturbed("short", TWO_RANKS, SHORTER)
 
     def undisturbed(self, name: str, launcher: list[str], overrides: list[str]) -> Path:
         """The run directory of a run that nothing happens to."""
@@ -230,16 +230,14 @@ def attempt(pid: int) -> int:
     return int(found[1]) if found and is_running(pid) else -1
 
 
-def attempts(process: subprocess.Popen[str]) -> list[int]:
+def attempts(process: Started) -> list[int]:
     try:
         return [attempt(pid) for pid in workers(process)]
     except OSError:
         return []
 
 
-def wait_for_moment(
-    moment: str, run_dir: Path, log_start: int, process: subprocess.Popen[str], rng: random.Random
-) -> None:
+def wait_for_moment(moment: str, run_dir: Path, log_start: int, process: Started, rng: random.Random) -> None:
     """Let the run come to where it is to be killed."""
 
     def last_step() -> int:
@@ -486,7 +484,7 @@ class Disk:
         self.kind = "tmpfs of 640 kB" if mounted else "RLIMIT_FSIZE"
         self.is_tmpfs = mounted
 
-    def fill(self, process: subprocess.Popen[str] | None = None, spare: int = 16384) -> None:
+    def fill(self, process: Started | None = None, spare: int = 16384) -> None:
         """Leave so many bytes free: enough for a probe, not for a snapshot."""
         if not self.is_tmpfs:
             if process:
@@ -499,7 +497,7 @@ class Disk:
         if spare:
             os.truncate(self.folder / "ballast", max(0, os.path.getsize(self.folder / "ballast") - spare))
 
-    def free(self, process: subprocess.Popen[str] | None = None) -> None:
+    def free(self, process: Started | None = None) -> None:
         if not self.is_tmpfs:
             if process:
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -971,7 +969,7 @@ def killed_while_starting_over(stress: Stress, run_dir: Path, moments: list[str]
     """Start over, with one kill of a random rank in each attempt; what is wrong at the end, empty if nothing is."""
     rng = stress.random
     # A tenth of a second for each of six files: or no kill would ever come in between.
-    launcher = [*TORCHRUN, TIMED, "60", "0.1"]
+    launcher = [*TWO_RANKS, TIMED, "60", "0.1"]
     moving, moved = run_dir / "old-1.moving", run_dir / "old-1"
     with running(run_dir, *SHORTER, "trainer_config.resume=false", launcher=launcher) as process:
         for count, moment in enumerate(moments):
@@ -1000,7 +998,7 @@ def killed_while_starting_over(stress: Stress, run_dir: Path, moments: list[str]
 
 
 def open_odd_ones(stress: Stress) -> None:
-    """All alterations of a snapshot, whole files with its digest; and some without, as in the first version."""
+    """All alterations of a snapshot, whole files with its digest; and some without."""
     folder = stress.folder / "odd"
     folder.mkdir()
     (folder / "other.txt").write_text(SAMPLE_TEXT.read_text(encoding="utf-8").swapcase())
@@ -1024,13 +1022,12 @@ def open_odd_ones(stress: Stress) -> None:
         prepare(url)
         shutil.copy(folder / "mine" / "gpt_snapshot.prev.pt", previous_url(url))
         previous = load_snapshot(previous_url(url))
-        assert trainer.snapshots is not None
         assert previous["step"] < mine["step"]
 
         for what, odd in cases:
             torch.save({"digest": genuine["digest"], **odd}, url)
             try:
-                opened = trainer.snapshots.open(resume=True, is_restart=False) or {}
+                opened = trainer.snapshots.open(True, trainer._check) or {}
                 opened.pop("best", None)
                 difference = value_difference(opened, previous)
                 rows[0].add(f"{what}: not the previous one: {difference}" if difference else "")

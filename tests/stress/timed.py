@@ -12,13 +12,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-import run_files
-
 import snapshot
+from saving import moving, run_snapshots
 
 snapshot.SECONDS_TO_ANSWER, seconds_a_move = float(sys.argv[1]), float(sys.argv[2])
 del sys.argv[:3]
-replace, set_aside = os.replace, run_files.set_aside
+replace, set_aside = os.replace, moving.set_aside
 
 
 def replace_slowly(*paths: Any, **options: Any) -> None:
@@ -35,5 +34,5 @@ def set_aside_slowly(*args: Any, **options: Any) -> str:
         os.replace = replace
 
 
-run_files.set_aside = set_aside_slowly
+vars(run_snapshots)["set_aside"] = set_aside_slowly
 runpy.run_path(sys.argv[0], run_name="__main__")
