@@ -82,9 +82,8 @@ class CausalSelfAttention(nn.Module):
             k, v = cache[:, :, :, : start + T]  # (B, nh, S, hs) each
 
         # softmax(q kᵀ / √hs) v with everything after the query's own position hidden: torch's fused attention, in the
-        # type in which this device is fast. is_causal aligns its triangle
-        # with key 0, which is right only where queries and keys start together; the single query that follows cached
-        # keys is the newest token, and sees them all.
+        # type in which this device is fast. is_causal aligns its triangle with key 0, which is right only where queries
+        # and keys start together; the single query that follows cached keys is the newest token, and sees them all.
         dropout_p = self.attn_pdrop if self.training else 0.0  # the function doesn't know about eval()
         y = fast_attention(q, k, v, dropout_p, is_causal=T > 1)  # (B, nh, T, hs)
 

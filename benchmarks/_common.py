@@ -73,7 +73,8 @@ def run_measurement(script: str, *arguments: object, threads: int, ranks: int = 
 
 def report(figures: Figures) -> None:
     """What a measuring process prints last, for `run_measurement`."""
-    print(json.dumps(figures), flush=True)
+    sys.stdout.write(f"{json.dumps(figures)}\n")  # in one piece: several ranks report into one pipe
+    sys.stdout.flush()
 
 
 def print_table(header: list[str], rows: list[list[object]], note: str = "") -> None:

@@ -26,7 +26,7 @@ from _common import PROJECT, Figures, measure_in_turns, print_table, report
 
 SETTINGS = {
     "libgomp's own": {"GOMP_SPINCOUNT": "300000"},
-    "environment.py's": {},
+    "console/environment.py's": {},
     "OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
 }
 

@@ -17,7 +17,7 @@ const float_of_half = Float32Array.from({ length: 65536 }, (_, half) => { // sig
   return sign * (exponent ? (1 + fraction) * 2 ** (exponent - 15) : fraction * 2 ** -14);
 });
 
-function unpack(base64, dtype) { // what page_data.py's to_base64 has written -> Float32Array
+function unpack(base64, dtype) { // what data.py's to_base64 has written -> Float32Array
   const text = atob(base64), bytes = new Uint8Array(text.length);
   for (let i = 0; i < bytes.length; i++) bytes[i] = text.charCodeAt(i);
   if (dtype === "float32") return new Float32Array(bytes.buffer);
@@ -115,7 +115,7 @@ class Reading { // read in this page, in windows as GPT.stream has them
   }
 }
 
-class Computed { // read by page_data.py, because the model is too large for a page; one window
+class Computed { // read by data.py, because the model is too large for a page; one window
   constructor({ tokens, probabilities, following, attention }, codes) {
     Object.assign(this, { tokens, probabilities, following, codes, weights: unpack(attention, "float16") });
     this.only_window = { start: 0, length: codes.length };

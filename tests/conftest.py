@@ -34,7 +34,7 @@ os.environ[MARK] = f"{os.getpid()}:"
 
 # Seconds after which something counts as hanging. A loaded machine may take ten times as long as an idle one, so no
 # test asks how long something takes: what must happen at once is counted in steps, or by a clock that the test moves.
-HANGS = 300.0
+HANGS = 180.0
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 

@@ -46,7 +46,7 @@ def test_the_environment_is_settled_before_torch_is_loaded():
         first = next(node for node in body if isinstance(node, ast.Import | ast.ImportFrom))
         assert ast.unparse(first) == "from console import environment"
     loaded = run_program(
-        sys.executable, "-c", "from console import environment; import sys; print('torch' in sys.modules)"
+        sys.executable, "-c", "from console import environment; import sys; print('torch' in sys.modules)", is_real=True
     )
     assert loaded.stdout == "False\n"
 

@@ -351,6 +351,7 @@ def test_a_full_disk_costs_a_snapshot_and_not_the_run(tmp_path):
         "sys.path.insert(0, '.'); import main; main.main()",
         f"hydra.run.dir={run_dir}",
         *TINY_RUN,
+        is_real=True,  # its words go to a pipe, and not to a file, which would be too short as well
     )
     assert run.returncode == 1
     assert run.stderr.count("could not be saved, training goes on") >= 3  # steps 10, 15 and 20
@@ -371,6 +372,7 @@ def test_a_full_disk_costs_the_curves_and_not_the_run(tmp_path):
         *TINY_RUN,
         "trainer_config.max_epochs=6",
         "trainer_config.max_steps=null",
+        is_real=True,
     )
     assert run.returncode == 1
     assert "step 144/144" in run.stderr

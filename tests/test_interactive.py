@@ -41,28 +41,27 @@ def test_on_a_terminal_it_is_what_starts(snapshot):  # noqa: F811
     command = [sys.executable, PROJECT / "generate.py", "--snapshot", snapshot, "--max-new-tokens", "1000000000"]
     process = subprocess.Popen(command, stdin=there, stdout=there, stderr=there, start_new_session=True, cwd=PROJECT)
     os.close(there)
-    seen = ""
+    unread = ""
 
     def read_until(words: str) -> None:
-        nonlocal seen
+        """Read up to some words. What has come with them, already, is for the next call."""
+        nonlocal unread
         deadline = time.monotonic() + HANGS
-        while words not in seen:
-            assert time.monotonic() < deadline, seen
+        while words not in unread:
+            assert time.monotonic() < deadline, unread
             if select.select([here], [], [], 1.0)[0]:
-                seen += os.read(here, 65536).decode(errors="replace")
+                unread += os.read(here, 65536).decode(errors="replace")
+        unread = unread.partition(words)[2]
 
     try:
         read_until("> ")
         os.write(here, f"{PROMPT}\n".encode())
-        seen = ""
         read_until("\n")  # the line that was typed
-        seen = ""
         read_until(PROMPT)
         process.send_signal(2)  # what the terminal does at Ctrl-C
         read_until("> ")
         os.write(here, b"/length 5\n")
         read_until("length is 5 now")
-        seen = seen.partition("length is 5 now")[2]
         read_until("> ")  # typed earlier, Ctrl-D would be lost: the prompt takes the terminal over
         os.write(here, b"\x04")  # Ctrl-D
         assert process.wait(HANGS) == 0

@@ -729,12 +729,3 @@ def test_each_part_says_where_it_is_in_the_code() -> None:
         (chapters,) = re.findall(r"TUTORIAL,\s+chapters?\s+([\d and]+)", place)
         tutorial = (PROJECT / "TUTORIAL.md").read_text(encoding="utf-8")
         assert all(f"\n## {chapter}. " in tutorial for chapter in re.findall(r"\d+", chapters))
-
-
-def test_the_page_stays_short_enough_to_be_read() -> None:
-    """Catches a page that outgrows its reader."""
-    lines = {path.name: path.read_text(encoding="utf-8").splitlines() for path in (PROJECT / "page").glob("*.js")}
-    limits = {"gpt.js": 150, "reading.js": 160, "tools.js": 250, "views.js": 500}
-    assert {name: len(found) for name, found in lines.items() if len(found) > limits[name]} == {}
-    assert [line for found in lines.values() for line in found if len(line) > 120] == []
-    assert len((PROJECT / "look.py").read_text(encoding="utf-8").splitlines()) <= 150

@@ -96,7 +96,8 @@ def slug(title: str) -> str:
 
 def commands(document: str) -> list[str]:
     """The commands in a document's fenced blocks, one by one, without comments."""
-    blocks = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```$", DOCUMENTS[document], flags=re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", DOCUMENTS[document], flags=re.MULTILINE | re.DOTALL)
+    blocks = [block for language, block in fenced if language in ("", "bash", "sh", "console")]
     lines = [re.sub(r"\s+#.*", "", line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     parts = [part.strip() for line in lines for part in re.split(r"&&|\|", line)]
     return [part for part in parts if re.match(r"(python3?|torchrun|pytest|tensorboard|pip) ", part)]

@@ -26,12 +26,16 @@ PROJECT = Path(__file__).resolve().parent.parent
 MARK = "STARTED_BY_TESTS"  # in the environment of all that the tests start: number of the process, number of the test
 
 
+LOADS = 120.0  # seconds until the server must have loaded everything
+
+
 class Child:
     """A start of the program, with as much of `subprocess.Popen` as the tests use."""
 
     def __init__(self, args: Sequence[str], connection: socket.socket):
-        self.args, self._connection, self._file = args, connection, connection.makefile("r", encoding="utf-8")
-        self.pid = int(self._file.readline())
+        self.args, self._connection = args, connection
+        self._connection.settimeout(LOADS)
+        self.pid = int(connection.recv(20))
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
@@ -39,10 +43,10 @@ class Child:
         if self.returncode is None:
             self._connection.settimeout(timeout)
             try:
-                self.returncode = int(self._file.readline() or -signal.SIGKILL)  # nothing: the server is gone as well
+                told = self._connection.recv(20)
             except TimeoutError:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from None
-            self._file.close()
+            self.returncode = int(told or -signal.SIGKILL)  # nothing: the server is gone, and its children with it
             self._connection.close()
         return self.returncode
 
@@ -87,7 +91,7 @@ class Warm:
             cwd: its working directory.
             streams: file numbers of its standard input, output and error.
         """
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # what is sent at once comes at once
         order = {"args": [*args], "env": env, "cwd": str(cwd)}
         with theirs, tempfile.TemporaryFile() as file:  # an order can be longer than a message
             file.write(json.dumps(order).encode())
@@ -173,7 +177,7 @@ def serve(orders: socket.socket) -> None:
                 for number in files[2:]:
                     os.close(number)
                 running[pid] = teller
-                teller.send(f"{pid}\n".encode())
+                teller.send(str(pid).encode())
     for pid in running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
@@ -186,7 +190,7 @@ def tell_ends(running: dict[int, socket.socket]) -> None:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             with running.pop(pid) as teller, contextlib.suppress(BrokenPipeError):
-                teller.send(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+                teller.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
 def become(order: dict[str, Any], streams: list[int]) -> None:
