@@ -1,5 +1,6 @@
 """What the tests share: small models, small texts, and processes that run the program."""
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,16 +59,17 @@ TINY_SIZES = [
 ]
 TINY_RUN = [f"data_config.path={SAMPLE_TEXT}", *TINY_SIZES]
 
-SERVERS: list[Warm] = []  # none yet, or one
+SERVERS, LOCK = list[Warm](), threading.Lock()  # none yet, or one
 
-NUMBERS = itertools.count()  # of the tests
+NUMBERS, PORTS = itertools.count(), itertools.count()  # of the tests
 STARTED: list[Child] = []  # forks, whose environment can't be seen from outside
 
 
 def warm() -> Warm | None:
     """The process that forks for each start; None where there is no fork."""
-    if not SERVERS and hasattr(os, "fork"):
-        SERVERS.append(Warm())
+    with LOCK:
+        if not SERVERS and hasattr(os, "fork"):
+            SERVERS.append(Warm())
     return SERVERS[0] if SERVERS else None
 
 
@@ -158,10 +161,13 @@ def spawn(function: Callable[..., None], n: int, *args: object) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that nobody uses, and that no test beside this one gets."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 10_000 + 1_000 * worker + next(PORTS) % 1_000  # below those that the system gives out by itself
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def train(

@@ -20,6 +20,7 @@ from distributed import (
     broadcast_from_main,
     choose_device,
     copy_from_main,
+    distribute,
     leave_if_lost,
     load_weights,
     process_group,
@@ -109,6 +110,27 @@ def test_runs_without_a_launcher(tmp_path):
     assert process.returncode == 0, process.stderr
     assert "float32 on cpu" in process.stderr
     assert_one_writer(tmp_path)
+
+
+def end_many_groups(rank: int, ports: list[int]) -> None:
+    """One of two ranks that train a moment, and let go of all that they had, again and again."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({key: str(value) for key, value in place.items()})
+
+    def train_a_moment() -> None:
+        with process_group(1.0) as ranks:
+            model = distribute(torch.nn.Linear(64, 64), "ddp", torch.float32, False, ranks.device)
+            for _ in range(3):
+                model(torch.randn(8, 64)).sum().backward()
+
+    for port in ports:
+        os.environ["MASTER_PORT"] = str(port)
+        train_a_moment()
+
+
+def test_the_end_of_a_group_hangs_on_nothing():
+    """Catches a group that is freed while gloo's thread lets go of a tensor: each waits for what the other holds."""
+    spawn(end_many_groups, 2, [free_port() for _ in range(30)])
 
 
 def test_a_failure_of_one_rank_fails_the_job(tmp_path):

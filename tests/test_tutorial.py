@@ -2,7 +2,6 @@
 
 import ast
 import itertools
-import os
 import re
 import runpy
 import shlex
@@ -13,9 +12,10 @@ from typing import Any
 
 import hydra
 import pytest
-from conftest import PROJECT, SAMPLE_TEXT, TINY_SIZES, run_program
+from conftest import HANGS, PROJECT, SAMPLE_TEXT, TINY_SIZES
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from warm import Warm
 
 import export
 import generate
@@ -245,7 +245,6 @@ def test_commands_are_valid(document: str, command: str, monkeypatch: pytest.Mon
             check_configuration(list(choice))
 
 
-@pytest.mark.timeout(1800)  # a dozen trainings, one after the other: no matter how slow the machine
 def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     """Catches a command that doesn't do what the README shows. Each runs as it is written, in their order.
 
@@ -263,7 +262,6 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
             values.pop(group, None)
         short = {"trainer_config": {"batch_size": 12, "max_steps": 3, "compile": False}}
         OmegaConf.save(OmegaConf.merge(values, short), recipe)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     lines = [
         line
         for block in re.findall(r"^```\n(.*?)^```$", DOCUMENTS["README.md"], flags=re.MULTILINE | re.DOTALL)
@@ -271,13 +269,13 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
         if re.search(r"\b(main|generate|look|report|export)\.py\b", line) and not re.search("HOST|per_node=gpu", line)
     ]
     assert len(lines) >= 10
+    server = Warm(copy)
     for line in lines:
-        run = run_program(
-            "bash", "-c", line.removeprefix("pip install -r requirements.txt && "), cwd=copy, env={"PATH": path}
-        )
+        run = server.run_in_shell(line.removeprefix("pip install -r requirements.txt && "), copy, HANGS)
         assert run.returncode == 0, f"{line}\n{run.stderr}"
         assert ("finished" in run.stderr) == ("main.py" in line)
         assert bool(run.stdout) == ("generate.py" in line or "report.py" in line)
+    server.close()
 
 
 def check_configuration(overrides: list[str]) -> None:

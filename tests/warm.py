@@ -69,16 +69,24 @@ class Child:
 
 
 class Warm:
-    """The tests' side: starts children. All of them end with the process that has made this, even if it is killed."""
+    """The tests' side: starts children. All of them end with the process that has made this, even if it is killed.
 
-    def __init__(self) -> None:
+    Args:
+        project: the program's folder.
+        socket_number: of a server that is there already; None starts one.
+    """
+
+    def __init__(self, project: Path = PROJECT, socket_number: int | None = None):
         self._lock = threading.Lock()
+        if socket_number is not None:
+            self._ours = socket.socket(fileno=socket_number)
+            return
         self._ours, theirs = socket.socketpair()
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, __file__, "serve", str(theirs.fileno()), project],
                 pass_fds=[theirs.fileno()],
-                cwd=PROJECT,
+                cwd=project,
                 env={**os.environ, MARK: f"{os.getpid()}:"},  # of no test: it outlives the one that starts it
             )
 
@@ -114,6 +122,35 @@ class Warm:
                 child.kill()
             return subprocess.CompletedProcess(child.args, code, _text(out), _text(err))
 
+    def run_in_shell(self, line: str, cwd: Path, timeout: float) -> subprocess.CompletedProcess[str]:
+        """A line as somebody types it, with captured output: what it calls `python` or `python3` starts in a child."""
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("python", "python3"):
+                stand_in = Path(folder, name)
+                stand_in.write_text(
+                    f'#!/bin/sh\nexec "{sys.executable}" -SE "{__file__}" start {self._ours.fileno()} "$@"\n'
+                )
+                stand_in.chmod(0o755)
+            return subprocess.run(
+                ["bash", "-c", line],
+                cwd=cwd,
+                env={
+                    **os.environ,
+                    "PATH": os.pathsep.join((folder, str(Path(sys.executable).parent), os.environ["PATH"])),
+                },
+                pass_fds=[self._ours.fileno()],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+
+    def close(self) -> None:
+        """End the server and all that it has started."""
+        self._ours.close()
+        self._server.wait()
+
 
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
@@ -131,9 +168,9 @@ def end_all(mark: str) -> None:
 # ------------------------------------------------------------------------------------ the server
 
 
-def load() -> None:
+def load(project: Path) -> None:
     """All that a start of any of the programs loads."""
-    sys.path.insert(0, str(PROJECT))
+    sys.path.insert(0, str(project))
     for name in (
         *("tensorboard.backend.event_processing.event_accumulator", "torch.utils.tensorboard", "torch._dynamo"),
         *("torch.distributed.run", "main", "generate", "look", "export", "report", "saving.base", "large.machines"),
@@ -141,9 +178,9 @@ def load() -> None:
         importlib.import_module(name)
 
 
-def serve(orders: socket.socket) -> None:
+def serve(orders: socket.socket, project: Path) -> None:
     """Fork for each order, until the tests' side is closed; then end all children."""
-    load()
+    load(project)
     running: dict[int, socket.socket] = {}  # by process: where its end is told
     woken, wake = socket.socketpair()
     for end in (woken, wake):
@@ -173,7 +210,7 @@ def serve(orders: socket.socket) -> None:
                     selector.close()
                     for inherited in (woken, wake, orders, teller, *running.values()):
                         inherited.close()
-                    become(order, files[2:])
+                    become(order, files[2:], project)
                 for number in files[2:]:
                     os.close(number)
                 running[pid] = teller
@@ -189,11 +226,11 @@ def tell_ends(running: dict[int, socket.socket]) -> None:
     for pid in [*running]:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
-            with running.pop(pid) as teller, contextlib.suppress(BrokenPipeError):
+            with running.pop(pid) as teller, contextlib.suppress(OSError):  # nobody waits any more
                 teller.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def become(order: dict[str, Any], streams: list[int]) -> None:
+def become(order: dict[str, Any], streams: list[int], project: Path) -> None:
     """In the child: run a program as Python would, and end the process as Python would."""
     os.setsid()
     for number, stream in enumerate(streams):
@@ -207,7 +244,7 @@ def become(order: dict[str, Any], streams: list[int]) -> None:
     sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     code: Any = 0
     try:
-        run(order["args"])
+        run(order["args"], project)
     except SystemExit as request:
         code = request.code
     except KeyboardInterrupt:
@@ -222,7 +259,7 @@ def become(order: dict[str, Any], streams: list[int]) -> None:
     end(code or 0)
 
 
-def run(args: list[str]) -> None:
+def run(args: list[str], project: Path) -> None:
     """`python ARGS...`: of a command of the project, the module that is loaded already; else the script itself."""
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if args[0] == "-m":
@@ -236,7 +273,7 @@ def run(args: list[str]) -> None:
         return
     script, sys.argv = Path(args[0]).resolve(), [*args]
     command = sys.modules.get(script.stem)
-    if script.parent == PROJECT and command is not None:
+    if script.parent == project and command is not None:
         from console import environment
 
         environment.guard()
@@ -264,4 +301,7 @@ def end(code: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    if sys.argv[1] == "serve":
+        serve(socket.socket(fileno=int(sys.argv[2])), Path(sys.argv[3]))
+    else:  # start
+        sys.exit(Warm(socket_number=int(sys.argv[2])).start(sys.argv[3:], {**os.environ}, Path.cwd(), [0, 1, 2]).wait())
