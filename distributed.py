@@ -81,7 +81,7 @@ def process_group(timeout_minutes: float, device_wish: str = "auto", is_sharded:
     dist.init_process_group(
         backend, timeout=timeout, world_size=world_size, rank=rank, store=store, device_id=bound_device
     )
-    _never_freed.append(dist.group.WORLD)
+    _kept_alive[:] = [dist.group.WORLD]
     # Agents count the restarts of their own node only.
     yield Ranks(rank, local_rank, world_size, device, launch, is_restart=all_reduce_max([restarts])[0] > 0)
     dist.destroy_process_group()  # not after an error: it may wait for ranks that are waiting for this one
@@ -322,8 +322,9 @@ def gather_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
 _launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # seen early: it may die while we start
 _groups = itertools.count()  # numbers the process groups of this process
 # gloo's thread needs Python's lock to let go of the last tensor that it has sent. Where Python frees the group at that
-# moment, it holds that lock and waits for the thread: a run that is done would hang at its very end.
-_never_freed: list[Any] = []
+# moment, it holds that lock and waits for the thread: a run that is done would hang at its very end. So a group stays
+# until the next one stands, or for ever.
+_kept_alive: list[Any] = []
 
 
 def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int, str]:

@@ -180,6 +180,7 @@ def load(project: Path) -> None:
 
 def serve(orders: socket.socket, project: Path) -> None:
     """Fork for each order, until the tests' side is closed; then end all children."""
+    parent = os.getppid()
     load(project)
     running: dict[int, socket.socket] = {}  # by process: where its end is told
     woken, wake = socket.socketpair()
@@ -218,7 +219,8 @@ def serve(orders: socket.socket, project: Path) -> None:
     for pid in running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-    end_all(f"{MARK}={os.environ[MARK]}")
+    if os.getppid() != parent:  # the tests were killed, and can't clear away what they have started otherwise
+        end_all(f"{MARK}={os.environ[MARK]}")
 
 
 def tell_ends(running: dict[int, socket.socket]) -> None:
