@@ -30,8 +30,8 @@ class CharVocabulary:
     def __init__(self, characters: str):
         self.characters = characters
         self.dtype = np.min_scalar_type(max(len(characters) - 1, 0))  # of codes: one byte each for most texts
-        # The code of every Unicode number up to the highest known one; the last entry stands for all beyond it. What
-        # isn't known gets 0, which is also the code of the first character, and of no other: see `check_known`.
+        # The code of every Unicode number up to the highest known one; the last entry stands for all beyond it. Unknown
+        # characters get 0, like the first character; `check_known` tells them apart.
         points = np.array([ord(c) for c in characters], dtype=np.int64)  # (V,)
         self.code_of_point = np.zeros(int(points.max(initial=-1)) + 2, dtype=self.dtype)
         self.code_of_point[points] = np.arange(len(points), dtype=self.dtype)

@@ -35,7 +35,15 @@ MODEL_TYPES = {
 }
 
 # `gpt_config`: what a GPTConfig has, but for what follows from the text, and with a name that can stand for the sizes.
-# A field that is added to GPTConfig is a key of the configuration at once.
+# A field that is added to GPTConfig is a key of the configuration at once. Written out, it would be
+#
+#     class ArchitectureConfig:
+#         n_layer: int | None = None
+#         n_head: int | None = None
+#         n_embd: int | None = None
+#         model_type: str | None = None
+#         embd_pdrop: float = 0.0
+#         ... and so on, as in GPTConfig
 ArchitectureConfig = make_dataclass(
     "ArchitectureConfig",
     [

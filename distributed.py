@@ -55,19 +55,10 @@ def process_group(timeout_minutes: float, device_wish: str = "auto", is_sharded:
     Raises:
         ValueError: there are not enough devices for the ranks.
     """
-    # In a sweep, a failed run leaves its group open. Ranks that still wait in it see a lost connection now, and leave.
+    # In a sweep, a failed run leaves its group open.
     if dist.is_initialized():
         dist.destroy_process_group()
-    # A launcher's values always win; these are for a start without one. Port 0: any that is free.
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    if "RANK" not in os.environ:
-        for key, value in alone.items():
-            os.environ.setdefault(key, value)
-    missing = [key for key in alone if key not in os.environ]
-    if missing:
-        raise ValueError(
-            f"RANK is set, and {', '.join(missing)} not; a launcher sets all of them, and a start alone none"
-        )
+    settle_environment()
     local_rank, restarts = int(os.environ["LOCAL_RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     device = choose_device(local_rank, device_wish)
     timeout = timedelta(minutes=timeout_minutes)
@@ -82,7 +73,7 @@ def process_group(timeout_minutes: float, device_wish: str = "auto", is_sharded:
         backend, timeout=timeout, world_size=world_size, rank=rank, store=store, device_id=bound_device
     )
     _kept_alive[:] = [dist.group.WORLD]
-    # Agents count the restarts of their own node only.
+    # torchrun's agents count the restarts of their own node only.
     yield Ranks(rank, local_rank, world_size, device, launch, is_restart=all_reduce_max([restarts])[0] > 0)
     dist.destroy_process_group()  # not after an error: it may wait for ranks that are waiting for this one
 
@@ -151,7 +142,7 @@ def _computes_in_bfloat16(device: torch.device) -> bool:
 
 
 def distribute(model: Any, strategy: str, dtype: torch.dtype, is_compiled: bool, device: torch.device) -> nn.Module:
-    """Put a model, alike on all ranks, on their devices, so that its gradients come out as those of the global batch.
+    """Move a model to this rank's device, and wrap it so that its gradients are the mean over all ranks.
 
     Args:
         model: a GPT, on the CPU. It is changed, and goes on to be what is saved and evaluated.
@@ -191,8 +182,8 @@ def gradients_stay_local(model: Any, is_last: bool) -> Iterator[None]:
         is_last: whether this is the last micro-batch.
     """
     no_sync: AbstractContextManager[Any] = nullcontext()
-    if isinstance(model, DistributedDataParallel) and not is_last:
-        no_sync = model.no_sync()
+    if isinstance(model, DistributedDataParallel):
+        no_sync = nullcontext() if is_last else model.no_sync()
     elif is_sharded(model):
         model.set_requires_gradient_sync(is_last)
     with no_sync:
@@ -251,7 +242,7 @@ def load_weights(parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 def broadcast_form(value: Any) -> Any:
     """Rank 0's nested dictionaries, on all ranks; the others get no data of tensors, which `load_weights` sends."""
     form = broadcast_from_main(without_data(value))
-    return value or form
+    return value if dist.get_rank() == 0 else form
 
 
 def without_data(value: Any) -> Any:
@@ -261,7 +252,7 @@ def without_data(value: Any) -> Any:
     return {key: without_data(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
-# ---------------------------------------------- armour: tensors of which each rank may have only a part (fsdp)
+# ------------------------------------------------------ tensors of which each rank may have only a part (fsdp)
 
 
 def is_sharded(model: Any) -> bool:
@@ -317,21 +308,34 @@ def gather_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
     return gather(values)
 
 
-# ------------------------------------------------------------------ armour: restarts, signals, lost ranks, endings
+# --------------------------------------------------------------------------- armour: restarts, lost ranks, endings
 
 _launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # seen early: it may die while we start
 _groups = itertools.count()  # numbers the process groups of this process
 # gloo's thread needs Python's lock to let go of the last tensor that it has sent. Where Python frees the group at that
 # moment, it holds that lock and waits for the thread: a run that is done would hang at its very end. So a group stays
-# until the next one stands, or for ever.
+# until the next one stands, or for ever, and its store with it.
 _kept_alive: list[Any] = []
+
+
+def settle_environment() -> None:
+    """Set what a launcher would have set, where there is none. Raises ValueError where it has set only a part."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if "RANK" not in os.environ:  # a launcher's values always win; port 0: any that is free
+        for key, value in alone.items():
+            os.environ.setdefault(key, value)
+    missing = [key for key in alone if key not in os.environ]
+    if missing:
+        raise ValueError(
+            f"RANK is set, and {', '.join(missing)} not; a launcher sets all of them, and a start alone none"
+        )
 
 
 def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int, str]:
     """The rendezvous: (store through which the ranks find each other, rank, world size, identity of the launch).
 
     After a restart, a store that torchrun keeps still holds the addresses of the workers that died, and half of all
-    restarts fail with "connection refused". A prefix for each attempt (and each run of a sweep) keeps them apart.
+    restarts fail with "connection refused". A prefix for each attempt keeps them apart, another the runs of a sweep.
     Between nodes the counts can differ; there torchrun is told to make a new store each time: see docs/faults.md.
 
     Raises:
@@ -349,9 +353,10 @@ def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int, s
     launch = uuid.uuid4().hex
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         launch = store.compare_set("launch", "", launch).decode()  # the first one stays, for all ranks and restarts
-        store = dist.PrefixStore(f"attempt-{restarts}-{next(_groups)}", store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"attempt-{restarts}", store)  # type: ignore[attr-defined]
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # nothing but its --rdzv_id outlasts a restart
         launch = os.environ["TORCHELASTIC_RUN_ID"]
+    store = dist.PrefixStore(f"group-{next(_groups)}", store)  # type: ignore[attr-defined]
     return store, rank, world_size, launch
 
 

@@ -3,7 +3,7 @@
 `hugging_face/writing.py` makes it. `report.py` comes next.
 """
 
-from console import environment  # isort: skip, before torch is loaded
+from console import environment  # isort: skip, settles what torch reads when it is loaded
 
 if __name__ == "__main__":
     environment.guard()
@@ -36,7 +36,7 @@ def main() -> None:
     """`export`, with one line and exit code 1 for what the user can mend."""
     arguments = parse_arguments()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # now there is something to clear away
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, a half-written directory must go
     try:
         with one_line_at_the_end():
             print(f"written: {export(arguments.snapshot, arguments.to, arguments.check)}", file=sys.stderr)

@@ -4,7 +4,7 @@ It needs nothing but a snapshot: the model's configuration, its weights and its 
 comes next.
 """
 
-from console import environment  # isort: skip, before torch is loaded
+from console import environment  # isort: skip, settles what torch reads when it is loaded
 
 if __name__ == "__main__":
     environment.guard()
@@ -116,7 +116,7 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 
 
 def until(stop: str, characters: Iterable[str]) -> Iterator[str]:
-    """Pass characters on up to a string, which is left out; what may be its beginning waits."""
+    """Yield characters until a string appears, without it; what could be its beginning is held back."""
     waiting = ""
     for character in characters:
         waiting += character

@@ -3,7 +3,7 @@
 The page is one file that needs no server and no network: `page/making.py` puts it together. `export.py` comes next.
 """
 
-from console import environment  # isort: skip, before torch is loaded
+from console import environment  # isort: skip, settles what torch reads when it is loaded
 
 if __name__ == "__main__":
     environment.guard()

@@ -4,7 +4,7 @@ Start it as `python main.py`, or with `torchrun --standalone --nproc_per_node=N 
 `run` first, it is the table of contents; then `build_trainer`. `generate.py` comes next. Only this module knows Hydra.
 """
 
-from console import environment  # isort: skip, before torch is loaded
+from console import environment  # isort: skip, settles what torch reads when it is loaded
 
 if __name__ == "__main__":
     environment.guard()
@@ -74,7 +74,7 @@ def run(cfg: DictConfig, run_dir: str) -> float:
             trainer = build_trainer(config, path, ranks, run_dir)
             trainer.resume()
             begin_files(cfg, trainer, run_dir)
-        with told_in_one_line(run_dir, (RunError,)), closing(trainer):
+        with closing(trainer), told_in_one_line(run_dir, (RunError,)):
             trainer.fit()
     warn_on_main(warning, ranks)
     exit_if_stopped(trainer)
@@ -148,7 +148,9 @@ def main() -> None:
     try:
         # Hydra would answer --max_steps with a page of usage.
         complaint = hint([argument for argument in sys.argv[1:] if argument.startswith("--")], RECIPES)
-        sys.exit(f"error: {complaint}") if complaint else train()
+        if complaint:
+            sys.exit(f"error: {complaint}")
+        train()
     except SystemExit as request:
         code = request.code
     except (HydraException, OmegaConfBaseException) as error:

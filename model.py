@@ -3,6 +3,9 @@
 Read it after `char_dataset.py`, which makes its input. `sampling.py` comes next: it turns the logits that this one
 returns into a token.
 
+Modules have the names of GPT-2's weights: wte and wpe, the token and the position embedding; h, the blocks; c_attn,
+c_fc and c_proj, the linear layers into attention, into the MLP, and out of each; ln_1, ln_2 and ln_f, the norms.
+
 Legend of the shapes in the comments:
 
     B   sequences in the batch          C   n_embd, width of the residual stream
@@ -92,7 +95,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between them, four times as wide there; each token is treated on its own."""
+    """Two linear layers with a GELU between them; the hidden layer is four times as wide. Each token is on its own."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -284,10 +287,11 @@ def sum_losses(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[fl
         model.train(was_training)
     values = torch.stack(means).tolist() if means else []  # read once: that waits for the device
     # A batch without targets has no mean; it only fills up a rank's share.
-    return sum(mean * count for mean, count in zip(values, counts, strict=True) if count), sum(counts)
+    total = sum(mean * count for mean, count in zip(values, counts, strict=True) if count)
+    return total, sum(counts)
 
 
-# --------------------------------------------------------------- armour: fast kernels on CPUs, wrong sizes, model names
+# --------------------------------------------------------------- armour: fast kernels on CPUs, wrong sizes
 
 
 def fast_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -> Tensor:

@@ -24,8 +24,8 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype, ns_steps: int) -> Tensor
     """Replace matrices (n, rows, columns) by nearly orthogonal ones with the same singular vectors.
 
     Newton-Schulz iteration: an odd polynomial of a matrix acts on its singular values alone, and this one drives them
-    towards 1 without a decomposition. Four steps bring all that are above 1/200 of the matrix's norm between 0.7 and
-    1.2. The coefficients are those of Jordan et al. (kellerjordan.github.io/posts/muon).
+    towards 1 without a decomposition. Four steps bring all singular values above 1/200 of the matrix's norm between
+    0.7 and 1.2. The coefficients are those of Jordan et al. (kellerjordan.github.io/posts/muon).
 
     Args:
         matrices: float32, any shape of matrix.

@@ -110,7 +110,8 @@ def create_optimizer(
     decaying: list[Group] = [{"params": matrices, "lr": matrix_rate, "weight_decay": config.weight_decay}]
     undecayed: list[Group] = [{"params": others, "lr": config.learning_rate, "weight_decay": 0.0}]
     if config.layer_decay < 1.0:  # for fine-tuning: a learning rate for each layer
-        decaying, undecayed = (divide_by_layer(group, model, config.layer_decay) for (group,) in (decaying, undecayed))
+        decaying = divide_by_layer(decaying[0], model, config.layer_decay)
+        undecayed = divide_by_layer(undecayed[0], model, config.layer_decay)
     optimizer: Optimizer
     if config.name == "muon":
         dtype = torch.float32 if dtype == torch.float16 else dtype  # float16 has too small a range for Muon's products

@@ -1,6 +1,6 @@
 """The table of all runs: `python report.py [FOLDER]`."""
 
-from console import environment  # isort: skip, before torch is loaded
+from console import environment  # isort: skip, settles what torch reads when it is loaded
 
 if __name__ == "__main__":
     environment.guard()

@@ -1,7 +1,7 @@
 """What a snapshot is, and how it gets to the disk whole or not at all.
 
 Read it after `distributed.py`; `config.py` comes next. It alone writes through fsspec, so a snapshot can live at any
-URL (a local path, s3://, gs://, memory://). What is in it, `Trainer._save` says.
+URL (a local path, s3://, gs://, memory://). `Trainer._save` says what is in it.
 
 A snapshot is a plain dictionary of tensors, numbers and strings: `torch.load` reads it without running any code.
 """
@@ -54,6 +54,7 @@ def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True) -> N
         OSError: the target can't be written, or a store doesn't answer in time; what was there before is unharmed.
     """
     buffer = io.BytesIO()
+    # Without what a snapshot that was loaded brings along.
     contents = {key: value for key, value in snapshot.items() if key not in ("format_version", "digest")}
     torch.save({"format_version": FORMAT_VERSION, "digest": digest(contents), **contents}, buffer)
     filesystem, path = fsspec.url_to_fs(url)
@@ -125,7 +126,7 @@ def load_snapshot(url: str) -> Snapshot:
     if snapshot["format_version"] != FORMAT_VERSION:
         raise ValueError(
             f"{url} has format {snapshot['format_version']}, and this program reads format {FORMAT_VERSION}; "
-            "use the version of the program that wrote it"
+            "use the version of the program that wrote it, or start over with trainer_config.resume=false"
         )
     check_digest(snapshot, url)
     return snapshot

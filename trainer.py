@@ -1,7 +1,9 @@
 """The training loop: steps, evaluation, snapshots.
 
 It puts together what the modules before it made, and `main.py` starts it. Read `fit` first, it is the table of
-contents; then `_train_step` and `evaluate`; `_save` says what is in a snapshot. `distributed.py` comes next.
+contents; then `_train_step` and `evaluate`; `_save` says what is in a snapshot. `distributed.py` comes next. Its
+functions have something to do where there are several ranks; on one, `whole`, `all_gather`, `gather_tensors` and
+`broadcast_form` give back what they got. `reporter.watch` is a stopwatch.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from char_dataset import CharDataset, Text, WindowSampler, evaluation_batches
 from config import Config
-from console.reporter import Reporter
+from console.reporter import Reporter, peak_memory
 from console.signals import StopRequest, ignore_signals, start_workers
 from distributed import (
     Ranks,
@@ -192,8 +194,13 @@ class Trainer:
         return float(sum(loss_sum for loss_sum, _ in sums) / sum(count for _, count in sums))
 
     def _save(self, is_best: bool = False) -> None:
-        """Write down all that the rest of the run depends on; rank 0 does, and not in a dry run."""
+        """Write down all that the rest of the run depends on; rank 0 does, and not in a dry run.
+
+        To this come "run", whose it is, and "format_version" and "digest", which tell whether it is whole.
+        """
         self._check_finite()
+        if self.config.dry_run:
+            return
         state = {
             **self._identity(),
             "step": self.step,
@@ -235,7 +242,7 @@ class Trainer:
         if snapshot["scaler"]:  # empty where the run wasn't in float16 up to now
             self.scaler.load_state_dict(snapshot["scaler"])
         self.state.step = snapshot["step"]
-        self.state.best_eval_loss, self.state.best_step = snapshot["best"]  # of the best snapshot, perhaps a newer one
+        self.state.best_eval_loss, self.state.best_step = snapshot["best"]  # from `snapshots.open`
         # Where the run once began stays in its snapshots, also when it isn't named any more.
         began = snapshot["config"].get("trainer_config", {}).get("init_from")
         self.full_config["trainer_config"]["init_from"] = began
@@ -353,9 +360,10 @@ class Trainer:
             # Reading the loss waits for the device: only in steps that log or save.
             values = {  # the loss of the global batch: the mean over ranks, whose shares are equally large
                 "train/loss": all_reduce_sum([loss.item()])[0] / self.ranks.world_size,
-                "train/learning_rate": self.optimizer.param_groups[-1]["lr"],
+                "train/learning_rate": self.optimizer.param_groups[-1]["lr"],  # the last group's: AdamW's
                 "train/grad_norm": grad_norm.item(),
                 "train/param_norm": norm(self.parameters.values()),
+                "memory/peak_gb": peak_memory(self.ranks.device),
             }
             self.reporter.train_step(self.step, values, self.config.batch_size * self.block_size)
             watch.restart(self.step)

@@ -207,7 +207,7 @@ def time_steps(trainer: Trainer, warm_up: int, steps: int) -> Result:
         host.append(1e3 * (time.perf_counter() - begin))
 
     parts = time_parts(trainer, step, batches, max(3, steps // 3))
-    peak = peak_memory()
+    peak = peak_memory(trainer.ranks.device)
     with run_eagerly(trainer.config.compile):
         evaluation = milliseconds_of(trainer.evaluate, device)
         short_sample = milliseconds_of(lambda: trainer.sample(64), device)

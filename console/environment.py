@@ -28,7 +28,7 @@ _missing_directories: set[str] = set()  # that this process has asked for, and t
 def guard() -> None:
     """Prepare this process for being the program itself, not a test or a loader's worker that imports it.
 
-    Until `distributed.StopRequest` listens there is nothing to save, so Ctrl-C ends the program at once. An exception
+    Until `signals.StopRequest` listens there is nothing to save, so Ctrl-C ends the program at once. An exception
     could be swallowed, or shown with a traceback, by whatever library is at work.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,8 +15,8 @@ def one_line(error: BaseException) -> str:
 
 def described(error: BaseException) -> str:
     """The type of a library's error, and the beginning of what it says."""
-    words = textwrap.shorten(one_line(error), 300, placeholder=" ...")
-    return f"{type(error).__name__}: {words or 'no reason given'}"
+    words = one_line(error) or "no reason given"
+    return f"{type(error).__name__}: {words if len(words) <= 300 else words[:296] + ' ...'}"
 
 
 def cause(error: BaseException) -> BaseException:

@@ -36,6 +36,8 @@ def hint(typed: list[str], recipes: list[str]) -> str:
     """
     for argument, following in zip(typed, [*typed[1:], ""], strict=False):
         name, equals, value = argument.lstrip("-+~").partition("=")
+        if not name or name.startswith("hydra."):
+            continue
         if not equals:  # a blank in its place
             value = following if following and "=" not in following else "VALUE"
         group, _, key = name.replace("-", "_").rpartition(".")
@@ -52,8 +54,12 @@ def hint(typed: list[str], recipes: list[str]) -> str:
             if not close_keys:
                 return f"{argument}: {group} has no such key; its keys are {', '.join(KEYS[group])}; {EXPLAINED}"
             meant = f"{group}.{close_keys[0]}={value}"
-        else:
-            continue
+        else:  # no group at all
+            everywhere = {name: home for home, names in KEYS.items() for name in names}
+            close_keys = difflib.get_close_matches(key, everywhere, 1, cutoff=0.8) if not group else []
+            if not close_keys:
+                continue
+            meant = f"{everywhere[close_keys[0]]}.{close_keys[0]}={value}"
         if meant != argument:
             return f"{argument}: did you mean {shlex.quote(meant)}?{listed} {EXPLAINED}"
     return ""

@@ -80,7 +80,6 @@ class Reporter:
             "train/tokens_per_second": steps * tokens_per_step / seconds,
             "time/data_seconds_per_step": waiting / steps,
             "time/compute_seconds_per_step": (seconds - waiting) / steps,
-            "memory/peak_gb": peak_memory(),
         }
         for tag, value in values.items():
             self._write("add_scalar", tag, value, step)
@@ -256,10 +255,10 @@ def make_profiler(run_dir: str) -> torch.profiler.profile:
     return torch.profiler.profile(schedule=schedule, on_trace_ready=write)
 
 
-def peak_memory() -> float:
-    """The most memory used so far, in GB: of this process's CUDA device, without one of the process; 0 if unknown."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 1e9
+def peak_memory(device: torch.device) -> float:
+    """The most memory used so far, in GB: of a CUDA device, elsewhere of the process; 0 if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
     try:
         import resource
     except ImportError:  # Windows

@@ -83,6 +83,8 @@ def facts(snapshot: Snapshot, url: str) -> dict[str, str]:
             known["evaluation loss of these weights, nats a character"] = f"{loss:.4f}"
         known["SHA-256 of the text's characters and of both parts in their codes"] = f"`{snapshot['corpus']}`"
         known["torch"] = snapshot["torch_version"]
+        if snapshot["config"]["trainer_config"].get("init_from"):
+            known["began with the weights of another model"] = "yes"
     return known
 
 

@@ -63,7 +63,9 @@ def check_contents(snapshot: Snapshot, url: str) -> None:
     check_model(snapshot, url)
     try:
         types: dict[str, type] = {"step": int, "optimizer": dict, "scaler": dict, "config": dict}
-        _check_types(snapshot, types | {"best_eval_loss": float, "optimizer_name": str, "corpus": str})
+        _check_types(
+            snapshot, types | {"best_eval_loss": float, "optimizer_name": str, "corpus": str, "torch_version": str}
+        )
         for group in snapshot["config"].values():
             check_plain(group)
         scale = {"scale": float, "growth_factor": float, "backoff_factor": float}

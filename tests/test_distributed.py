@@ -128,6 +128,11 @@ def end_many_groups(rank: int, ports: list[int]) -> None:
         train_a_moment()
 
 
+def test_two_groups_in_a_row_at_one_address():
+    """Catches a sweep of several ranks without torchrun whose second run meets at the addresses of the first."""
+    spawn(end_many_groups, 2, [free_port()] * 3)
+
+
 def test_the_end_of_a_group_hangs_on_nothing():
     """Catches a group that is freed while gloo's thread lets go of a tensor: each waits for what the other holds."""
     spawn(end_many_groups, 2, [free_port() for _ in range(30)])

@@ -46,6 +46,12 @@ def load(snapshot: Path) -> tuple[GPT, str]:
     return model.eval(), state["vocabulary"]
 
 
+def test_a_loaded_models_head_is_its_embedding(snapshot):
+    """Catches two matrices where there was one: twice counted, and trained apart."""
+    loaded, _ = finding.load_model(str(snapshot))
+    assert loaded.lm_head.weight is loaded.wte.weight
+
+
 def test_a_snapshot_alone_is_enough(snapshot, tmp_path):
     """Catches a snapshot without vocabulary or model configuration, and files looked for in the working directory."""
     process = run_generate(snapshot, PROMPT, cwd=tmp_path)

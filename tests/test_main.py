@@ -60,6 +60,12 @@ BAD_INPUT = {
     "key without group": (["max_steps=21"], ["did you mean trainer_config.max_steps=21?", "gpt2_train_cfg.yaml"]),
     "key of another group": (["trainer_config.n_layer=3"], ["did you mean gpt_config.n_layer=3?"]),
     "mistyped key": (["trainer_config.max_step=21"], ["did you mean trainer_config.max_steps=21?"]),
+    "mistyped key without a group": (["--max-step=21"], ["did you mean trainer_config.max_steps=21?"]),
+    "behind a key of Hydra": (
+        ["hydra.job.name=x", "trainer_config.max_stepz=21"],
+        ["trainer_config.max_stepz=21: did you mean trainer_config.max_steps=21?"],
+    ),
+    "nothing like it": (["optimizer_config.lr=1"], ["optimizer_config has no such key", "learning_rate, muon_learn"]),
     "mistyped short key": (["data_config.pth=a b"], ["did you mean 'data_config.path=a b'?"]),
     "mistyped group": (["optimiser_config.name=adamw"], ["did you mean optimizer_config.name=adamw?"]),
     "blank for equals": (["max_steps", "21"], ["did you mean trainer_config.max_steps=21?"]),
