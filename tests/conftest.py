@@ -66,9 +66,9 @@ STARTED: list[Child] = []  # forks, whose environment can't be seen from outside
 
 
 def warm() -> Warm | None:
-    """The process that forks for each start; None where there is no fork."""
+    """The process that forks for each start; only on Linux: elsewhere, a fork can't use what was loaded before it."""
     with LOCK:
-        if not SERVERS and hasattr(os, "fork"):
+        if not SERVERS and sys.platform == "linux":
             SERVERS.append(Warm())
     return SERVERS[0] if SERVERS else None
 

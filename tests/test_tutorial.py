@@ -245,6 +245,7 @@ def test_commands_are_valid(document: str, command: str, monkeypatch: pytest.Mon
             check_configuration(list(choice))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="its processes are forks")
 def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     """Catches a command that doesn't do what the README shows. Each runs as it is written, in their order.
 
