@@ -4,7 +4,6 @@ Read it after `trainer.py`; `snapshot.py` comes next. A rank is a process. This 
 a launcher sets. There is one path: without a launcher, a run is a group of one rank.
 """
 
-import itertools
 import logging
 import os
 import socket
@@ -12,6 +11,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -311,7 +311,7 @@ def gather_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
 # --------------------------------------------------------------------------- armour: restarts, lost ranks, endings
 
 _launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # seen early: it may die while we start
-_groups = itertools.count()  # numbers the process groups of this process
+_groups: Counter[str] = Counter()  # how many process groups this process has joined, by where they met
 # gloo's thread needs Python's lock to let go of the last tensor that it has sent. Where Python frees the group at that
 # moment, it holds that lock and waits for the thread: a run that is done would hang at its very end. So a group stays
 # until the next one stands, or for ever, and its store with it.
@@ -356,7 +356,9 @@ def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int, s
         store = dist.PrefixStore(f"attempt-{restarts}", store)  # type: ignore[attr-defined]
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # nothing but its --rdzv_id outlasts a restart
         launch = os.environ["TORCHELASTIC_RUN_ID"]
-    store = dist.PrefixStore(f"group-{next(_groups)}", store)  # type: ignore[attr-defined]
+    place = os.environ["MASTER_ADDR"] + os.environ["MASTER_PORT"]
+    _groups[place] += 1
+    store = dist.PrefixStore(f"group-{_groups[place]}", store)  # type: ignore[attr-defined]
     return store, rank, world_size, launch
 
 

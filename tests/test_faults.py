@@ -384,7 +384,7 @@ def test_what_rank_0_alone_finds_is_the_last_word(tmp_path):
     """Rank 1's lost connection, 50 lines of traceback, after the line that says what is wrong."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "gpt_snapshot.pt").write_bytes(b"no snapshot")
-    run = train(tmp_path / "run", ranks=2, torchrun=True)
+    run = train(tmp_path / "run", ranks=2)  # torchrun might end rank 1 before it has said a word
     assert run.returncode != 0
     assert "[rank1]: Traceback" not in run.stderr  # torchrun's own comes behind
     assert "no usable snapshot is left" in run.stderr
