@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # What is compared to the bit is compared on the CPU, also where there are GPUs.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Whatever the tests start inherits this, and by it is found and ended when they end.
-os.environ[MARK] = f"{os.getpid()}:"
+FORKS = tempfile.TemporaryDirectory()
+os.environ[MARK] = f"{FORKS.name}/"
 
 # Seconds after which something counts as hanging. A loaded machine may take ten times as long as an idle one, so no
 # test asks how long something takes: what must happen at once is counted in steps, or by a clock that the test moves.
@@ -62,7 +64,6 @@ TINY_RUN = [f"data_config.path={SAMPLE_TEXT}", *TINY_SIZES]
 SERVERS, LOCK = list[Warm](), threading.Lock()  # none yet, or one
 
 NUMBERS, PORTS = itertools.count(), itertools.count()  # of the tests
-STARTED: list[Child] = []  # forks, whose environment can't be seen from outside
 
 
 def warm() -> Warm | None:
@@ -120,8 +121,7 @@ def start_program(*command: object, out: Path, cwd: Path | None = None, is_real:
     with open(out, "a") as file, open(os.devnull) as nothing:
         if is_loaded(words) and not is_real and (server := warm()):
             streams = [nothing.fileno(), file.fileno(), file.fileno()]
-            STARTED.append(server.start(words[1:], {**os.environ}, cwd or PROJECT, streams))
-            return STARTED[-1]
+            return server.start(words[1:], {**os.environ}, cwd or PROJECT, streams)
         return subprocess.Popen(
             *(words,), stdin=nothing, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             cwd=cwd or PROJECT,
@@ -208,12 +208,10 @@ def two_rank_run(
 @pytest.fixture(autouse=True)
 def nothing_is_left_running() -> Iterator[None]:
     """What a test has started and has not ended, because it failed, ends with it. (What a fixture started, stays.)"""
-    before, os.environ[MARK] = os.environ[MARK], f"{os.getpid()}:{next(NUMBERS)};"
+    before, os.environ[MARK] = os.environ[MARK], f"{FORKS.name}/{next(NUMBERS)};"
     yield
-    end_all(f"{MARK}={os.environ[MARK]}")
+    end_all(os.environ[MARK])
     os.environ[MARK] = before
-    while STARTED:
-        STARTED.pop().kill()
 
 
 @pytest.fixture

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import IO, Any
 
 PROJECT = Path(__file__).resolve().parent.parent
-MARK = "STARTED_BY_TESTS"  # in the environment of all that the tests start: number of the process, number of the test
-
-
+# In the environment of all that the tests start: a folder of this process, and in it the list of the test's forks.
+MARK = "STARTED_BY_TESTS"
+# Where torchrun starts its ranks.
+LAUNCHER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 LOADS = 120.0  # seconds until the server must have loaded everything
 
 
@@ -87,7 +88,7 @@ class Warm:
                 [sys.executable, __file__, "serve", str(theirs.fileno()), project],
                 pass_fds=[theirs.fileno()],
                 cwd=project,
-                env={**os.environ, MARK: f"{os.getpid()}:"},  # of no test: it outlives the one that starts it
+                env={**os.environ, MARK: os.environ[MARK].rpartition("/")[0] + "/"},  # of no test: it outlives this one
             )
 
     def start(self, args: Sequence[str], env: dict[str, str], cwd: str | Path, streams: Sequence[int]) -> Child:
@@ -158,10 +159,14 @@ def _text(file: IO[bytes]) -> str:
 
 
 def end_all(mark: str) -> None:
-    """Kill all processes in whose environment something stands; on Linux, which shows it."""
+    """Kill what a test has started: forks that are on its list, and on Linux all in whose environment it stands."""
+    if Path(mark).is_file():
+        for number in Path(mark).read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(number), signal.SIGKILL)
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # not ours, or gone
-            if mark.encode() in (place / "environ").read_bytes() and int(place.name) != os.getpid():
+            if f"{MARK}={mark}".encode() in (place / "environ").read_bytes() and int(place.name) != os.getpid():
                 os.kill(int(place.name), signal.SIGKILL)
 
 
@@ -220,7 +225,7 @@ def serve(orders: socket.socket, project: Path) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     if os.getppid() != parent:  # the tests were killed, and can't clear away what they have started otherwise
-        end_all(f"{MARK}={os.environ[MARK]}")
+        end_all(os.environ[MARK])
 
 
 def tell_ends(running: dict[int, socket.socket]) -> None:
@@ -234,13 +239,15 @@ def tell_ends(running: dict[int, socket.socket]) -> None:
 
 def become(order: dict[str, Any], streams: list[int], project: Path) -> None:
     """In the child: run a program as Python would, and end the process as Python would."""
-    os.setsid()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    os.chdir(order["cwd"])
+    os.setsid()
     os.environ.clear()
     os.environ.update(order["env"])
-    os.chdir(order["cwd"])
+    with contextlib.suppress(IsADirectoryError), open(os.environ[MARK], "a") as forks:
+        forks.write(f"{os.getpid()}\n")
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -261,10 +268,32 @@ def become(order: dict[str, Any], streams: list[int], project: Path) -> None:
     end(code or 0)
 
 
+class Rank(subprocess.Popen[str]):
+    """In the place of `subprocess.Popen` inside torchrun: its ranks are forks of it, which has loaded all they need."""
+
+    project = PROJECT
+
+    def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
+        _, _, _, _, _, env, _, _, _, _, _, _, out, _, err, *_ = rest
+        self.pid, self._child_created = os.fork(), True
+        if self.pid == 0:
+            for stream, number in ((out, 1), (err, 2)):
+                if stream >= 0:
+                    os.dup2(stream, number)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # torchrun's store among them
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # torchrun's handlers are not the ranks'
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            importlib.import_module("distributed")._launcher = os.getppid()  # type: ignore[attr-defined]
+            become({"args": args[2:], "env": env, "cwd": os.getcwd()}, [], self.project)  # behind "python -u"
+
+
 def run(args: list[str], project: Path) -> None:
     """`python ARGS...`: of a command of the project, the module that is loaded already; else the script itself."""
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if args[0] == "-m":
+        Rank.project = project
+        importlib.import_module(LAUNCHER).Popen = Rank  # type: ignore[attr-defined]
         sys.argv, sys.path[0] = args[1:], ""
         runpy.run_module(args[1], run_name="__main__", alter_sys=True)
         return
