@@ -1,4 +1,4 @@
-"""Snapshots with one alteration each, whole files all of them: for test_run_files.py and for the stress test."""
+"""Snapshots with one alteration each, whole files all of them: for test_saving.py and for the stress test."""
 
 import copy
 from collections.abc import Callable, Iterator

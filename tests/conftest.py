@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -35,6 +36,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Whatever the tests start inherits this, and by it is found and ended when they end.
 FORKS = tempfile.TemporaryDirectory()
 os.environ[MARK] = f"{FORKS.name}/"
+
+# What tests draw, such as the step at which a rank is killed, they draw again with the same SEED in the environment.
+SEED = os.environ.setdefault("SEED", str(random.randrange(10**6)))
 
 # Seconds after which something counts as hanging. A loaded machine may take ten times as long as an idle one, so no
 # test asks how long something takes: what must happen at once is counted in steps, or by a clock that the test moves.
@@ -151,7 +155,8 @@ def spawn(function: Callable[..., None], n: int, *args: object) -> None:
         script = (
             f"import pickle, sys; sys.path[:0] = [{str(PROJECT)!r}, {str(PROJECT / 'tests')!r}]\n"
             f"from {function.__module__} import {function.__name__} as function\n"
-            f"function({rank}, *pickle.loads({pickle.dumps(args)!r}))"
+            f"function({rank}, *pickle.loads({pickle.dumps(args)!r}))\n"
+            "from distributed import leave; leave(0)"  # as main.py ends: gloo's threads may still run
         )
         process = run_program(sys.executable, "-c", script)
         assert process.returncode == 0, process.stderr
@@ -203,6 +208,17 @@ def two_rank_run(
             folder.mkdir()
             record.write_bytes(pickle.dumps(train(folder / "run", ranks=2, torchrun=True)))
     return folder, pickle.loads(record.read_bytes())
+
+
+def pytest_report_header() -> str:
+    """A line at the top of what pytest says."""
+    return f"SEED={SEED}"
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """Each test draws on its own, whichever ran before it."""
+    random.seed(f"{SEED} {request.node.nodeid}")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""SLURM's commands, for test_cluster.py: `python slurm.py srun bash -c true` does on this machine what srun does.
+"""SLURM's commands, for test_large.py: `python slurm.py srun bash -c true` does on this machine what srun does.
 
 Only what `recipes/slurm.sh` needs. A "node" is a group of processes. The folder STAND_IN remembers what SLURM would:
 the processes of the job's tasks, and whether the job is to start again.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import HANGS, PROJECT, TINY_RUN, TORCHRUN, free_port, read_losses, run_program, spawn
+from conftest import HANGS, PROJECT, TINY_RUN, TORCHRUN, free_port, read_losses, run_program, spawn, start_program
 
 from console.signals import StopRequest, ignore_signals
 from distributed import (
@@ -82,19 +82,13 @@ def test_two_nodes_finish_with_one_writer(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     launcher += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--rdzv_id=test"]
     command = [*launcher, str(PROJECT / "main.py"), f"hydra.run.dir={tmp_path / 'run'}", *TINY_RUN]
-    nodes = [
-        subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    try:
-        outputs = [node.communicate(timeout=HANGS) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], outputs
+    outs = [tmp_path / "one.out", tmp_path / "other.out"]
+    nodes = [start_program(*command, out=out) for out in outs]
+    outputs = [(node.wait(HANGS), out.read_text()) for node, out in zip(nodes, outs, strict=True)]
+    assert [code for code, _ in outputs] == [0, 0], outputs
     assert_one_writer(tmp_path / "run")
     # Only the node of rank 0 reports: which of the two that is, the rendezvous decides.
-    assert sorted("step 20/20" in stderr for _, stderr in outputs) == [False, True]
+    assert sorted("step 20/20" in words for _, words in outputs) == [False, True]
 
 
 def test_runs_without_a_launcher(tmp_path):

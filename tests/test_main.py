@@ -11,19 +11,14 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, TINY_SIZES, read_losses, run_program, run_ranks, train
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from config import Config
-from console.sweep import directory_name
 from data import corpus
 from distributed import Ranks, process_group
 from snapshot import load_snapshot
@@ -117,30 +112,17 @@ def bad_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def bad_runs(tmp_path_factory: pytest.TempPathFactory, bad_texts: Path) -> Iterator[dict[str, tuple[Path, Future]]]:
-    """A run for each bad input, by name, two at a time: (its run directory, its process when that has ended)."""
-    folder = tmp_path_factory.mktemp("bad")
-    runs = {}
-    with ThreadPoolExecutor(2) as pool:
-        for name, (overrides, _) in BAD_INPUT.items():
-            run_dir = folder / name.replace(" ", "_").replace(",", "")
-            runs[name] = run_dir, pool.submit(train, run_dir, *(o.format(folder=bad_texts) for o in overrides))
-        yield runs
-        pool.shutdown(cancel_futures=True)
-
-
 @pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_input_is_one_line_and_leaves_nothing(bad_texts, bad_runs, name):
+def test_bad_input_is_one_line_and_leaves_nothing(bad_texts, tmp_path, name):
     """Catches tracebacks, exit code 0, messages without the value, and run directories of runs that never began."""
-    run_dir, future = bad_runs[name]
-    process = future.result()
+    overrides, parts = BAD_INPUT[name]
+    process = train(tmp_path / "run", *(override.format(folder=bad_texts) for override in overrides))
     assert process.returncode == 1
     assert process.stdout == ""
     (line,) = process.stderr.splitlines()
-    for part in BAD_INPUT[name][1]:
+    for part in parts:
         assert part.format(folder=bad_texts) in line
-    assert not run_dir.exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_bad_input_under_torchrun(tmp_path):
@@ -266,29 +248,6 @@ def test_a_signal_ends_a_sweep(tmp_path):
     assert process.stderr.count("stopped by SIGINT after step 4") == 1
 
 
-@settings(max_examples=300)
-@given(st.text(min_size=1, max_size=400), st.text(min_size=1, max_size=400))
-def test_two_lists_of_overrides_never_share_a_directory(one, other):
-    """Catches names that are cut, or whose slashes are replaced, until two of them are equal: two runs in one place."""
-    for text in (one, other):
-        name = directory_name(text)
-        assert len(name.encode("utf-8", "surrogatepass")) <= 230  # below 255, with room for what is made from it
-        assert "/" not in name
-        if len(text) < 50:
-            assert name.startswith(re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", text))  # readable
-    assert (directory_name(one) == directory_name(other)) == (one == other)
-
-
-def test_long_and_odd_names_stay_readable():
-    """Catches a digest where a name was."""
-    assert directory_name("a.b=1,c=x") == "a.b=1,c=x"
-    assert directory_name("p=a/b") != directory_name("p=a_b")
-    assert directory_name("p=a/b").startswith("p=a_b-")
-    names = {directory_name("x" * 300 + end) for end in "ab"} | {directory_name("é" * 150 + end) for end in "ab"}
-    assert len(names) == 4
-    assert all(len(name.encode()) < 230 for name in names)
-
-
 # ------------------------------------------------------------------------------------ where the text comes from
 
 
@@ -365,35 +324,33 @@ def test_local_rank_0_downloads_for_its_node(tmp_path, monkeypatch, local_rank, 
 
 def test_the_others_wait_for_the_rank_that_downloads(tmp_path):
     """Catches ranks that look for a text before it is there, and end with "can't be read" on the very first start."""
-    program = tmp_path / "slow.py"
-    program.write_text(
-        textwrap.dedent(
-            f"""
-            import sys, time
-            from pathlib import Path
-            from data import corpus
-            from distributed import process_group
+    script = textwrap.dedent(
+        f"""
+        import sys, time
+        from pathlib import Path
+        from data import corpus
+        from distributed import leave, process_group
 
-            corpus.PROJECT = Path({str(tmp_path)!r})
-            is_looking = corpus.PROJECT / "rank 1 is looking"
+        corpus.PROJECT = Path({str(tmp_path)!r})
+        is_looking = corpus.PROJECT / "rank 1 is looking"
 
-            def download_slowly(path):
-                while not is_looking.exists():
-                    time.sleep(0.01)
-                time.sleep(1.0)
-                path.parent.mkdir()
-                path.write_text("at last")
+        def download_slowly(path):
+            while not is_looking.exists():
+                time.sleep(0.01)
+            time.sleep(1.0)
+            path.parent.mkdir()
+            path.write_text("at last")
 
-            corpus.download_corpus = download_slowly
-            with process_group(5.0, "cpu") as ranks:
-                if ranks.rank == 1:
-                    is_looking.touch()
-                path, warning = corpus.find_text("data/input.txt", ranks)
-                assert (Path(path).read_text(), warning) == ("at last", "")
-            """
-        )
+        corpus.download_corpus = download_slowly
+        with process_group(5.0, "cpu") as ranks:
+            if ranks.rank == 1:
+                is_looking.touch()
+            path, warning = corpus.find_text("data/input.txt", ranks)
+            assert (Path(path).read_text(), warning) == ("at last", "")
+        leave(0)
+        """
     )
-    process = run_ranks(2, program, env={"PYTHONPATH": str(PROJECT)})
+    process = run_ranks(2, "-c", script)
     assert process.returncode == 0, process.stderr
 
 
@@ -557,58 +514,6 @@ def test_deterministic_mode_is_torchs_own(tmp_path):
         )
         assert run.returncode == code, run.stderr
     assert "does not have a deterministic implementation" in run.stderr
-
-
-# ------------------------------------------------------------------------------------ fine-tuning
-
-
-def test_fine_tuning_starts_from_the_other_model(finished_run, tmp_path):
-    """Catches weights that aren't taken over, a vocabulary made anew, and progress or moments that come along.
-
-    And a run that can't go on, or starts anew, when the snapshot that it began with is gone or another.
-    """
-    base = tmp_path / "base.pt"
-    shutil.copy(finished_run[0] / "gpt_snapshot.best.pt", base)
-    text = tmp_path / "mine.txt"
-    text.write_text(SAMPLE_TEXT.read_text(encoding="utf-8")[-3000:].replace("e", "a"), encoding="utf-8")
-    settings = [f"data_config.path={text}", "data_config.truncate=1.0", "trainer_config.max_steps=2"]
-    settings += ["optimizer_config.learning_rate=1e-30", "optimizer_config.muon_learning_rate=1e-30"]
-    settings += [f"trainer_config.init_from={base}", "optimizer_config.layer_decay=0.5", "gpt_config.attn_pdrop=0.1"]
-    run = train(tmp_path / "run", *settings, ranks=2)
-    assert run.returncode == 0, run.stderr
-    assert "step 0: evaluation loss" in run.stderr
-    old, new = load_snapshot(str(base)), load_snapshot(str(tmp_path / "run" / "gpt_snapshot.pt"))
-    assert new["step"] == 2
-    assert new["vocabulary"] == old["vocabulary"]
-    assert all(torch.equal(new["model"][name], old["model"][name]) for name in old["model"])
-    assert {float(state["step"]) for state in new["optimizer"].values() if "step" in state} == {2.0}
-    base.unlink()
-    again = train(tmp_path / "run", *settings, "trainer_config.max_steps=4")  # its own snapshot wins
-    assert again.returncode == 0, again.stderr
-    assert "going on from" in again.stderr
-    assert "step 4/4" in again.stderr
-
-
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (["gpt_config.n_layer=3"], ["n_layer is 2 there and 3 here"]),
-        (["data_config.block_size=8"], ["block_size is 16 there and 8 here"]),
-        (["data_config.path={folder}/greek.txt"], ["greek.txt", "unknown characters 'αβ'"]),
-        (["trainer_config.init_from={folder}/none.pt"], ["none.pt", "there is no snapshot"]),
-        (["trainer_config.init_from={folder}/greek.txt"], ["greek.txt is not a whole snapshot"]),
-    ],
-)
-def test_what_can_t_be_fine_tuned_is_one_line(finished_run, tmp_path, overrides, parts):
-    """Catches a model that is cut to fit, characters that are left out, and tracebacks."""
-    (tmp_path / "greek.txt").write_text("αβ" * 2000, encoding="utf-8")
-    base = f"trainer_config.init_from={finished_run[0] / 'gpt_snapshot.pt'}"
-    run = train(tmp_path / "run", base, *(o.format(folder=tmp_path) for o in overrides))
-    assert run.returncode == 1
-    (line,) = run.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert all(part in line for part in parts), line
-    assert not (tmp_path / "run").exists()
 
 
 # ------------------------------------------------------------------------------------ the configuration file

@@ -1182,3 +1182,4 @@ def test_patience_counts_across_a_restart(alone, tmp_path, monkeypatch, stopped_
 
 if __name__ == "__main__":
     run_as_rank(Path(sys.argv[1]))
+    distributed.leave(0)

@@ -8,8 +8,8 @@ import random
 import shutil
 import socket
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +302,55 @@ def test_a_directory_is_no_snapshot_path(copied_run, resume):
 # ------------------------------------------------------------------------------------ fine-tuning
 
 
+def test_fine_tuning_starts_from_the_other_model(old_run, tmp_path):
+    """Catches weights that aren't taken over, a vocabulary made anew, and progress or moments that come along.
+
+    And a run that can't go on, or starts anew, when the snapshot that it began with is gone or another.
+    """
+    base = tmp_path / "base.pt"
+    shutil.copy(old_run / "gpt_snapshot.best.pt", base)
+    text = tmp_path / "mine.txt"
+    text.write_text(SAMPLE_TEXT.read_text(encoding="utf-8")[-3000:].replace("e", "a"), encoding="utf-8")
+    settings = [f"data_config.path={text}", "data_config.truncate=1.0", "trainer_config.max_steps=2"]
+    settings += ["optimizer_config.learning_rate=1e-30", "optimizer_config.muon_learning_rate=1e-30"]
+    settings += [f"trainer_config.init_from={base}", "optimizer_config.layer_decay=0.5", "gpt_config.attn_pdrop=0.1"]
+    run = train(tmp_path / "run", *settings, ranks=2)
+    assert run.returncode == 0, run.stderr
+    assert "step 0: evaluation loss" in run.stderr
+    old, new = load_snapshot(str(base)), load_snapshot(str(tmp_path / "run" / "gpt_snapshot.pt"))
+    assert new["step"] == 2
+    assert new["vocabulary"] == old["vocabulary"]
+    assert all(torch.equal(new["model"][name], old["model"][name]) for name in old["model"])
+    assert {float(state["step"]) for state in new["optimizer"].values() if "step" in state} == {2.0}
+    base.unlink()
+    again = train(tmp_path / "run", *settings, "trainer_config.max_steps=4")  # its own snapshot wins
+    assert again.returncode == 0, again.stderr
+    assert "going on from" in again.stderr
+    assert "step 4/4" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["gpt_config.n_layer=3"], ["n_layer is 2 there and 3 here"]),
+        (["data_config.block_size=8"], ["block_size is 16 there and 8 here"]),
+        (["data_config.path={folder}/greek.txt"], ["greek.txt", "unknown characters 'αβ'"]),
+        (["trainer_config.init_from={folder}/none.pt"], ["none.pt", "there is no snapshot"]),
+        (["trainer_config.init_from={folder}/greek.txt"], ["greek.txt is not a whole snapshot"]),
+    ],
+)
+def test_what_can_t_be_fine_tuned_is_one_line(old_run, tmp_path, overrides, parts):
+    """Catches a model that is cut to fit, characters that are left out, and tracebacks."""
+    (tmp_path / "greek.txt").write_text("αβ" * 2000, encoding="utf-8")
+    base = f"trainer_config.init_from={old_run / 'gpt_snapshot.pt'}"
+    run = train(tmp_path / "run", base, *(o.format(folder=tmp_path) for o in overrides))
+    assert run.returncode == 1
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert all(part in line for part in parts), line
+    assert not (tmp_path / "run").exists()
+
+
 def test_init_from_beside_a_snapshot(copied_run, tmp_path):
     """Catches a base model that is ignored without a word because the run directory has a snapshot already."""
     base, other = str(copied_run / "gpt_snapshot.pt"), str(tmp_path / "other.pt")
@@ -405,6 +454,22 @@ def ending(program: Callable[[], Any]) -> str:
     return ""
 
 
+@contextmanager
+def bytes_at_most(more: int) -> Iterator[None]:
+    """Let this process have so much more address space, and no more: a larger allocation is a MemoryError here.
+
+    A peak can't be looked at afterwards: it is that of all tests of this process.
+    """
+    resource = pytest.importorskip("resource")
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 def test_an_archive_that_unpacks_to_much_more_is_not_unpacked(old_run, tmp_path):
     """Catches a file of three megabytes that fills three gigabytes of memory before anything is looked at."""
     import zipfile
@@ -414,16 +479,8 @@ def test_an_archive_that_unpacks_to_much_more_is_not_unpacked(old_run, tmp_path)
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive, archive.open("archive/data/999", "w") as member:
         for _ in range(50):
             member.write(bytes(1_000_000))
-    began = peak_kilobytes()
-    with pytest.raises(snapshot_module.DamagedSnapshotError, match="unpacks to more bytes than it has"):
+    with bytes_at_most(20_000_000), pytest.raises(snapshot_module.DamagedSnapshotError, match="unpacks to more bytes"):
         load_snapshot(str(path))
-    assert peak_kilobytes() - began < 20_000
-
-
-def peak_kilobytes() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @pytest.mark.parametrize("key", ["n_layer", "n_embd", "vocab_size", "block_size", "n_head"])
@@ -432,20 +489,16 @@ def test_nothing_is_allocated_for_absurd_sizes(old_run, tmp_path, key):
     snapshot = load_snapshot(str(old_run / "gpt_snapshot.pt"))
     snapshot["model_config"][key] = 10**15
     save_snapshot(snapshot, str(tmp_path / "odd.pt"))
-    began = peak_kilobytes()
-    with pytest.raises(ValueError, match=r"odd\.pt holds no usable model"):
+    with bytes_at_most(100_000_000), pytest.raises(ValueError, match=r"odd\.pt holds no usable model"):
         load_model(str(tmp_path / "odd.pt"), torch.device("cpu"))
-    assert peak_kilobytes() - began < 100_000
 
 
 def test_a_tensor_larger_than_its_data_is_not_unfolded(tmp_path):
     """Catches four bytes that become six gigabytes when their digest is taken."""
     odd = {"format_version": FORMAT_VERSION, "digest": "x", "w": torch.zeros(1).expand(10**9)}
     torch.save(odd, tmp_path / "odd.pt")
-    began = peak_kilobytes()
-    with pytest.raises(snapshot_module.DamagedSnapshotError, match="larger than its data"):
+    with bytes_at_most(100_000_000), pytest.raises(snapshot_module.DamagedSnapshotError, match="larger than its data"):
         load_snapshot(str(tmp_path / "odd.pt"))
-    assert peak_kilobytes() - began < 100_000
 
 
 @pytest.mark.parametrize(
@@ -540,7 +593,6 @@ def test_a_store_that_never_answers_costs_a_save_and_not_the_run(tmp_path, monke
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setattr(snapshot_module, "SECONDS_TO_ANSWER", 1.0)
-    began = time.monotonic()
     try:
         with world_of_one() as ranks:
             trainer = make_trainer(tmp_path, "trainer_config.snapshot_path=s3://bucket/gpt_snapshot.pt", ranks=ranks)
@@ -551,7 +603,6 @@ def test_a_store_that_never_answers_costs_a_save_and_not_the_run(tmp_path, monke
     finally:
         server.close()
         s3fs.S3FileSystem.clear_instance_cache()
-    assert time.monotonic() - began < 60  # its client alone would take more than six minutes
 
 
 # ------------------------------------------------------------------------------------ memory

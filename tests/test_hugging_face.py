@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -302,17 +301,21 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
 def test_stopped_or_killed_it_leaves_no_directory(tmp_path, number, code):
     """Catches a directory that has its name before it was checked, and one that Ctrl-C or the next export leaves."""
     save_snapshot(make_snapshot(), str(tmp_path / "model.pt"))
-    command = [sys.executable, PROJECT / "export.py", "--snapshot", tmp_path / "model.pt", "--to", tmp_path / "new"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        while not list(tmp_path.glob("new.*.tmp/README.md")):  # all is written, and transformers is not loaded yet
-            assert process.poll() is None, process.stderr.read()
-        process.send_signal(number)
-        assert (process.wait(), process.stderr.read()) == (code, "stopped\n" if code > 0 else "")
+    script = (
+        "import os, sys; from console import environment; environment.guard(); import export\n"
+        "from hugging_face import writing\n"
+        "number = int(sys.argv.pop())\n"
+        "def check(folder, snapshot):  # all is written when this is called\n"
+        "    assert os.path.exists(folder + '/README.md'); os.kill(os.getpid(), number)\n"
+        "writing.check = check; export.main()"
+    )
+    arguments = ["--snapshot", tmp_path / "model.pt", "--to", tmp_path / "new"]
+    run = run_program(sys.executable, "-c", script, *arguments, int(number))
+    assert (run.returncode, run.stderr) == (code, "stopped\n" if code > 0 else "")
     left = {path.name for path in tmp_path.iterdir()} - {"model.pt"}
     assert len(left) == (0 if code > 0 else 1)
     assert "new" not in left
-    again = run_program(*command)
+    again = run_program(sys.executable, PROJECT / "export.py", *arguments)
     assert again.returncode == 0, again.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "new"}
 
