@@ -185,6 +185,11 @@ def train(
     return run_program(sys.executable, *command, **how) if ranks == 1 else run_ranks(ranks, *command, **how)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its path in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def read_losses(run_dir: Path, tag: str = "train/loss") -> dict[int, float]:
     """A run's recorded scalars, by optimizer step, from its TensorBoard events."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -5,15 +5,12 @@ import hashlib
 import http.server
 import os
 import re
-import subprocess
-import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
-from conftest import HANGS, PROJECT
+from conftest import HANGS
 
 from data.corpus import download_corpus, read_text
 
@@ -208,29 +205,5 @@ def test_two_downloads_meet_before_the_rename(server, tmp_path, monkeypatch):
         downloads = [pool.submit(download_corpus, path, f"{server}/good", DIGEST) for _ in range(2)]
     for download in downloads:
         download.result()
-    assert path.read_bytes() == BODY
-    assert os.listdir(tmp_path) == ["corpus.txt"]
-
-
-def test_two_processes_download_at_once(server, tmp_path):
-    """Catches two writers in one temporary file, and a file that is visible before it is complete."""
-    path = tmp_path / "corpus.txt"
-    code = (
-        "import sys, pathlib; from data import corpus\n"
-        "corpus.download_corpus(pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3])"
-    )
-    command = [sys.executable, "-c", code, str(path), f"{server}/together", DIGEST]
-    processes = [subprocess.Popen(command, cwd=PROJECT, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    try:
-        while any(process.poll() is None for process in processes):  # pytest's timeout bounds this loop
-            if path.exists():
-                assert path.stat().st_size == len(BODY)
-            time.sleep(0.0005)  # often enough to see a file that is being written, and a core left for the writers
-        for process in processes:
-            _, errors = process.communicate()
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
     assert path.read_bytes() == BODY
     assert os.listdir(tmp_path) == ["corpus.txt"]

@@ -27,12 +27,13 @@ transformers = pytest.importorskip("transformers", reason="pip install -r requir
 safetensors_torch = pytest.importorskip("safetensors.torch")
 transformers.utils.logging.disable_progress_bar()
 
-SHAKESPEARE = PROJECT.parent / "shared" / "data" / "tinyshakespeare.txt"
+DOWNLOADED = PROJECT / "data" / "input.txt"
 # Latin with both forms of é, Greek, Cyrillic; then what tokenizers like to change: line ends, blanks, signs that stand
 # for blanks elsewhere, an emoji of several characters, a byte-order mark, zero.
 THREE_ALPHABETS = "Caf\u00e9 cafe\u0301, «ναί» ; Да, нет .\n\nΤέλος\tконец\n"
 ODD = "  a  b \r\n\r\n , . ' n't <unk> [UNK] <|endoftext|> Ġ ▁ ## \u00a0\u2028\U0001f468\u200d\U0001f469\ufeff\x00 \n "
-TEXTS = {"sample": SAMPLE_TEXT.read_text(encoding="utf-8"), "alphabets": THREE_ALPHABETS, "odd": ODD}
+PROSE = (DOWNLOADED if DOWNLOADED.exists() else SAMPLE_TEXT).read_text(encoding="utf-8")
+TEXTS = {"prose": PROSE, "alphabets": THREE_ALPHABETS, "odd": ODD}
 SMALL = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 8}
 
 
@@ -72,7 +73,7 @@ def ours(snapshot: Snapshot) -> GPT:
 @pytest.mark.parametrize("bias", [True, False])
 def test_logits_and_greedy_text_are_those_of_transformers(tmp_path, bias):
     """Catches a matrix that isn't transposed (square ones fit either way), norms exchanged, biases made up."""
-    characters = "".join(sorted(set(TEXTS["sample"])))
+    characters = "".join(sorted(set(PROSE)))
     default = {"block_size": 128, "n_layer": 4, "n_head": 4, "n_embd": 128}
     snapshot = make_snapshot(characters, **default, bias=bias)
     theirs, _ = load(write_export(tmp_path, snapshot))
@@ -93,7 +94,7 @@ def test_the_loss_over_the_evaluation_text_is_the_trainers(tmp_path):
     target = tmp_path / "exported"
     writing.export(str(tmp_path / "gpt_snapshot.pt"), str(target))
     model, tokens = load(target)
-    text = TEXTS["sample"]
+    text = SAMPLE_TEXT.read_text(encoding="utf-8")
     text = text[: int(len(text) * 0.1)]
     codes = torch.tensor(tokens(text[int(len(text) * 0.9) :])["input_ids"])
     total = 0.0
@@ -109,12 +110,10 @@ def test_the_loss_over_the_evaluation_text_is_the_trainers(tmp_path):
 # ----------------------------------------------------------------------------------------- the tokenizer
 
 
-@pytest.mark.parametrize("name", [*TEXTS, "shakespeare"])
+@pytest.mark.parametrize("name", TEXTS)
 def test_every_text_comes_back(tmp_path, name):
     """Catches newlines that a pattern's dot leaves out, blanks put between characters or taken away, normal forms."""
-    if name == "shakespeare" and not SHAKESPEARE.exists():
-        pytest.skip("there is no ../shared/data/tinyshakespeare.txt")
-    text = TEXTS[name] if name in TEXTS else SHAKESPEARE.read_text(encoding="utf-8")
+    text = TEXTS[name]
     vocabulary = CharVocabulary.of(text)
     folder = write_export(tmp_path, make_snapshot(vocabulary.characters))
     for tokens in (

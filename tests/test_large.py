@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from conftest import HANGS, PROJECT, SAMPLE_TEXT, TINY_RUN, free_port, read_losses, run_program, run_ranks, spawn, train
 from filelock import FileLock
-from test_faults import KILLED_RUN, LONG_RUN, assert_identical, output
+from test_faults import KILLED_RUN, LONG_RUN, output
 from test_trainer import DROPOUT, StopHereError, assert_same_end, make_trainer, stop_in_step, world_of_one
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -699,7 +699,7 @@ def test_a_job_under_slurm_ends_as_if_nothing_had_been(undisturbed, tmp_path, st
     assert codes == [128 + signal.SIGTERM, 0], said
     assert "stopped by SIGUSR1 after step" in said
     assert said.count("going on from") == 2  # after the kill, and in the second start of the job
-    assert_identical(run_dir, undisturbed(strategy))
+    assert_same_end(run_dir, undisturbed(strategy))
 
 
 @pytest.mark.parametrize(
@@ -766,7 +766,7 @@ def test_a_node_that_dies_and_comes_back(undisturbed, tmp_path, strategy):
     nodes = [start_node(), start_node()]
     assert [node.wait(HANGS) for node in nodes] == [0, 0], output(run_dir)
     assert output(run_dir).count("going on from") == 2
-    assert_identical(run_dir, undisturbed(strategy))
+    assert_same_end(run_dir, undisturbed(strategy))
 
 
 # ------------------------------------------------------------------------------------ machines that differ

@@ -121,74 +121,43 @@ HALF = math.sqrt(0.5)  # cos 45°
 
 
 @pytest.mark.parametrize(
-    ("warmup_steps", "total_steps", "min_lr_ratio", "table"),
+    ("lr_decay", "warmup_steps", "total_steps", "min_lr_ratio", "table"),
     [
         # 4 steps up, 8 steps down. (1 + cos) / 2 at 0, 45, 90, 135 and 180 degrees, scaled to 0.1 ... 1.
         (
-            4,
-            12,
-            0.1,
-            {
-                0: 0.25,
-                1: 0.5,
-                2: 0.75,
-                3: 1.0,
-                4: 1.0,
-                6: 0.1 + 0.45 * (1 + HALF),  # 0.868
-                8: 0.55,
-                10: 0.1 + 0.45 * (1 - HALF),  # 0.232
-                12: 0.1,
-                13: 0.1,
-                1000: 0.1,
-            },
+            *("cosine", 4, 12, 0.1),
+            {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 1.0, 6: 0.1 + 0.45 * (1 + HALF), 8: 0.55, 10: 0.1 + 0.45 * (1 - HALF)}
+            | {12: 0.1, 13: 0.1, 1000: 0.1},
         ),
         # No warm-up: the first step has the whole learning rate.
-        (0, 4, 0.0, {0: 1.0, 1: (1 + HALF) / 2, 2: 0.5, 3: (1 - HALF) / 2, 4: 0.0, 5: 0.0}),
+        ("cosine", 0, 4, 0.0, {0: 1.0, 1: (1 + HALF) / 2, 2: 0.5, 3: (1 - HALF) / 2, 4: 0.0, 5: 0.0}),
         # A ratio of 1: no decay.
-        (2, 10, 1.0, {0: 0.5, 1: 1.0, 2: 1.0, 6: 1.0, 10: 1.0, 11: 1.0}),
+        ("cosine", 2, 10, 1.0, {0: 0.5, 1: 1.0, 2: 1.0, 6: 1.0, 10: 1.0, 11: 1.0}),
         # A run that ends within the warm-up, or as it ends.
-        (4, 2, 0.1, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 0.1}),
-        (4, 4, 0.1, {3: 1.0, 4: 0.1}),
-        (0, 0, 0.1, {0: 0.1}),
-    ],
-)
-def test_schedule_equals_a_table(warmup_steps, total_steps, min_lr_ratio, table):
-    """Catches a schedule off by one step, counted in epochs, or that goes up again past its end (row 21)."""
-    for step, wanted in table.items():
-        found = learning_rate_factor(step, warmup_steps, total_steps, min_lr_ratio, "cosine")
-        assert found == pytest.approx(wanted, abs=1e-12), step  # double precision has 16 digits
-
-
-def test_linear_schedule_equals_a_table():
-    """Catches a line that begins or ends elsewhere than the cosine, or that ignores the floor."""
-    table = {0: 0.25, 3: 1.0, 4: 1.0, 6: 0.775, 8: 0.55, 11: 0.2125, 12: 0.1, 13: 0.1}
-    for step, wanted in table.items():
-        assert learning_rate_factor(step, 4, 12, 0.1, "linear") == pytest.approx(wanted, abs=1e-12), step
-
-
-@pytest.mark.parametrize(
-    ("warmup_steps", "total_steps", "min_lr_ratio", "table"),
-    [
+        ("cosine", 4, 2, 0.1, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 0.1}),
+        ("cosine", 4, 4, 0.1, {3: 1.0, 4: 0.1}),
+        ("cosine", 0, 0, 0.1, {0: 0.1}),
+        ("linear", 4, 12, 0.1, {0: 0.25, 3: 1.0, 4: 1.0, 6: 0.775, 8: 0.55, 11: 0.2125, 12: 0.1, 13: 0.1}),
         # 4 steps up, constant up to four fifths of 20, 4 steps down.
         (
-            *(4, 20, 0.1),
+            *("wsd", 4, 20, 0.1),
             {0: 0.25, 3: 1.0, 4: 1.0, 15: 1.0, 16: 1.0, 17: 0.775, 18: 0.55, 19: 0.325, 20: 0.1, 21: 0.1},
         ),
         # A number that has no whole fifth: the last 3 of 12 steps.
-        (0, 12, 0.0, {0: 1.0, 9: 1.0, 10: 2 / 3, 11: 1 / 3, 12: 0.0}),
+        ("wsd", 0, 12, 0.0, {0: 1.0, 9: 1.0, 10: 2 / 3, 11: 1 / 3, 12: 0.0}),
         # A warm-up that ends within the last fifth: from there down to the end.
-        (8, 10, 0.0, {7: 1.0, 8: 1.0, 9: 0.5, 10: 0.0}),
-        (9, 10, 0.0, {8: 1.0, 9: 1.0, 10: 0.0}),
-        (12, 10, 0.0, {8: 0.75, 9: 10 / 12}),
-        (0, 1, 0.0, {0: 1.0, 1: 0.0}),
-        (0, 0, 0.1, {0: 0.1}),
+        ("wsd", 8, 10, 0.0, {7: 1.0, 8: 1.0, 9: 0.5, 10: 0.0}),
+        ("wsd", 9, 10, 0.0, {8: 1.0, 9: 1.0, 10: 0.0}),
+        ("wsd", 12, 10, 0.0, {8: 0.75, 9: 10 / 12}),
+        ("wsd", 0, 1, 0.0, {0: 1.0, 1: 0.0}),
+        ("wsd", 0, 0, 0.1, {0: 0.1}),
     ],
 )
-def test_wsd_schedule_equals_a_table(warmup_steps, total_steps, min_lr_ratio, table):
-    """Catches a rate that falls too early or too late, over a fifth of something else, or below its floor."""
+def test_schedule_equals_a_table(lr_decay, warmup_steps, total_steps, min_lr_ratio, table):
+    """Catches a schedule off by one step, counted in epochs, that goes up past its end or below its floor (row 21)."""
     for step, wanted in table.items():
-        found = learning_rate_factor(step, warmup_steps, total_steps, min_lr_ratio, "wsd")
-        assert found == pytest.approx(wanted, abs=1e-12), step
+        found = learning_rate_factor(step, warmup_steps, total_steps, min_lr_ratio, lr_decay)
+        assert found == pytest.approx(wanted, abs=1e-12), step  # double precision has 16 digits
 
 
 @pytest.mark.parametrize("min_lr_ratio", [0.0, 0.1, 0.3])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import logging
 import math
 import os
 import random
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from alterations import alterations
-from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, read_losses, run_program, train
+from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, contents, read_losses, run_program, train
 from test_snapshot import s3_bucket, url  # noqa: F401 (fixtures)
 from test_trainer import make_trainer, world_of_one
 
@@ -40,11 +41,6 @@ def old_run(tmp_path_factory) -> Path:
 @pytest.fixture
 def copied_run(old_run, tmp_path) -> Path:
     return Path(shutil.copytree(old_run, tmp_path / "run"))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """All files under a folder, by their paths in it."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # ------------------------------------------------------------------------------------ starting over
@@ -330,50 +326,42 @@ def test_fine_tuning_starts_from_the_other_model(old_run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "parts"),
+    ("overrides", "message"),
     [
-        (["gpt_config.n_layer=3"], ["n_layer is 2 there and 3 here"]),
-        (["data_config.block_size=8"], ["block_size is 16 there and 8 here"]),
-        (["data_config.path={folder}/greek.txt"], ["greek.txt", "unknown characters 'αβ'"]),
-        (["trainer_config.init_from={folder}/none.pt"], ["none.pt", "there is no snapshot"]),
-        (["trainer_config.init_from={folder}/greek.txt"], ["greek.txt is not a whole snapshot"]),
+        (["gpt_config.n_layer=3"], "n_layer is 2 there and 3 here"),
+        (["data_config.block_size=8"], "block_size is 16 there and 8 here"),
+        (["data_config.path={folder}/greek.txt"], r"greek\.txt.*unknown characters 'αβ'"),
+        (["trainer_config.init_from={folder}/none.pt"], r"none\.pt.*there is no snapshot"),
+        (["trainer_config.init_from={folder}/greek.txt"], r"greek\.txt is not a whole snapshot"),
     ],
 )
-def test_what_can_t_be_fine_tuned_is_one_line(old_run, tmp_path, overrides, parts):
+def test_what_can_t_be_fine_tuned_is_one_line(old_run, tmp_path, overrides, message):
     """Catches a model that is cut to fit, characters that are left out, and tracebacks."""
     (tmp_path / "greek.txt").write_text("αβ" * 2000, encoding="utf-8")
     base = f"trainer_config.init_from={old_run / 'gpt_snapshot.pt'}"
-    run = train(tmp_path / "run", base, *(o.format(folder=tmp_path) for o in overrides))
-    assert run.returncode == 1
-    (line,) = run.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert all(part in line for part in parts), line
-    assert not (tmp_path / "run").exists()
+    with world_of_one() as ranks, pytest.raises(ValueError, match=f"^[^\n]*{message}[^\n]*$"):
+        make_trainer(tmp_path / "run", base, *(o.format(folder=tmp_path) for o in overrides), ranks=ranks)
 
 
-def test_init_from_beside_a_snapshot(copied_run, tmp_path):
+def test_init_from_beside_a_snapshot(copied_run, tmp_path, caplog):
     """Catches a base model that is ignored without a word because the run directory has a snapshot already."""
-    base, other = str(copied_run / "gpt_snapshot.pt"), str(tmp_path / "other.pt")
+    base, other, tuned = str(copied_run / "gpt_snapshot.pt"), str(tmp_path / "other.pt"), tmp_path / "tuned"
     shutil.copy(base, other)
-    settings = ["trainer_config.max_steps=6", "trainer_config.eval_every_steps=100"]
-    tuned = tmp_path / "tuned"
-    assert train(tuned, *settings, f"trainer_config.init_from={base}").returncode == 0
-
-    again = train(tuned, "trainer_config.max_steps=7", f"trainer_config.init_from={base}")
-    assert again.returncode == 0, again.stderr
-    assert f"this run began with {base} and goes on from its own snapshot" in again.stderr
-
-    without = train(tuned, "trainer_config.max_steps=8")
-    assert without.returncode == 0, without.stderr
-    for run_dir, began in ((tuned, base), (copied_run, "a new model")):  # the run without it has not forgotten
-        run = train(run_dir, "trainer_config.max_steps=30", f"trainer_config.init_from={other}")
-        assert run.returncode == 1
-        assert f"began with {began}" in run.stderr
-        assert "trainer_config.resume=false" in run.stderr
-        assert len(run.stderr.splitlines()) == 1
-    over = train(tuned, *settings, f"trainer_config.init_from={other}", "trainer_config.resume=false")
-    assert over.returncode == 0, over.stderr
-    assert load_snapshot(str(tuned / "gpt_snapshot.pt"))["config"]["trainer_config"]["init_from"] == other
+    from_base, from_other = (f"trainer_config.init_from={place}" for place in (base, other))
+    with world_of_one() as ranks, caplog.at_level(logging.INFO):
+        make_trainer(tuned, from_base, "trainer_config.max_steps=6", ranks=ranks).fit()
+        for settings in ([from_base], []):
+            again = make_trainer(tuned, *settings, ranks=ranks)
+            again.resume()
+            assert again.step == 6
+        said = [message for message in caplog.messages if "goes on from its own snapshot" in message]
+        assert said == [f"this run began with {base} and goes on from its own snapshot; to begin anew: resume=false"]
+        for run_dir, began in ((tuned, base), (copied_run, "a new model")):  # the run without it has not forgotten
+            with pytest.raises(ValueError, match=f"began with {began} .*resume=false"):
+                make_trainer(run_dir, from_other, ranks=ranks).resume()
+        over = make_trainer(tuned, from_other, "trainer_config.resume=false", ranks=ranks)
+        over.resume()
+        assert over.step == 0
 
 
 # ------------------------------------------------------------------------------------ odd contents

@@ -70,24 +70,16 @@ class Child:
 
 
 class Warm:
-    """The tests' side: starts children. All of them end with the process that has made this, even if it is killed.
+    """The tests' side: starts children. All of them end with the process that has made this, even if it is killed."""
 
-    Args:
-        project: the program's folder.
-        socket_number: of a server that is there already; None starts one.
-    """
-
-    def __init__(self, project: Path = PROJECT, socket_number: int | None = None):
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        if socket_number is not None:
-            self._ours = socket.socket(fileno=socket_number)
-            return
         self._ours, theirs = socket.socketpair()
         with theirs:
-            self._server = subprocess.Popen(
-                [sys.executable, __file__, "serve", str(theirs.fileno()), project],
+            subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                cwd=project,
+                cwd=PROJECT,
                 env={**os.environ, MARK: os.environ[MARK].rpartition("/")[0] + "/"},  # of no test: it outlives this one
             )
 
@@ -123,35 +115,6 @@ class Warm:
                 child.kill()
             return subprocess.CompletedProcess(child.args, code, _text(out), _text(err))
 
-    def run_in_shell(self, line: str, cwd: Path, timeout: float) -> subprocess.CompletedProcess[str]:
-        """A line as somebody types it, with captured output: what it calls `python` or `python3` starts in a child."""
-        with tempfile.TemporaryDirectory() as folder:
-            for name in ("python", "python3"):
-                stand_in = Path(folder, name)
-                stand_in.write_text(
-                    f'#!/bin/sh\nexec "{sys.executable}" -SE "{__file__}" start {self._ours.fileno()} "$@"\n'
-                )
-                stand_in.chmod(0o755)
-            return subprocess.run(
-                ["bash", "-c", line],
-                cwd=cwd,
-                env={
-                    **os.environ,
-                    "PATH": os.pathsep.join((folder, str(Path(sys.executable).parent), os.environ["PATH"])),
-                },
-                pass_fds=[self._ours.fileno()],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-                check=False,
-            )
-
-    def close(self) -> None:
-        """End the server and all that it has started."""
-        self._ours.close()
-        self._server.wait()
-
 
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
@@ -173,9 +136,9 @@ def end_all(mark: str) -> None:
 # ------------------------------------------------------------------------------------ the server
 
 
-def load(project: Path) -> None:
+def load() -> None:
     """All that a start of any of the programs loads."""
-    sys.path.insert(0, str(project))
+    sys.path.insert(0, str(PROJECT))
     for name in (
         *("tensorboard.backend.event_processing.event_accumulator", "torch.utils.tensorboard", "torch._dynamo"),
         *("torch.distributed.run", "main", "generate", "look", "export", "report", "saving.base", "large.machines"),
@@ -183,10 +146,10 @@ def load(project: Path) -> None:
         importlib.import_module(name)
 
 
-def serve(orders: socket.socket, project: Path) -> None:
+def serve(orders: socket.socket) -> None:
     """Fork for each order, until the tests' side is closed; then end all children."""
     parent = os.getppid()
-    load(project)
+    load()
     running: dict[int, socket.socket] = {}  # by process: where its end is told
     woken, wake = socket.socketpair()
     for end in (woken, wake):
@@ -216,7 +179,7 @@ def serve(orders: socket.socket, project: Path) -> None:
                     selector.close()
                     for inherited in (woken, wake, orders, teller, *running.values()):
                         inherited.close()
-                    become(order, files[2:], project)
+                    become(order, files[2:])
                 for number in files[2:]:
                     os.close(number)
                 running[pid] = teller
@@ -237,7 +200,7 @@ def tell_ends(running: dict[int, socket.socket]) -> None:
                 teller.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def become(order: dict[str, Any], streams: list[int], project: Path) -> None:
+def become(order: dict[str, Any], streams: list[int]) -> None:
     """In the child: run a program as Python would, and end the process as Python would."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -253,7 +216,7 @@ def become(order: dict[str, Any], streams: list[int], project: Path) -> None:
     sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     code: Any = 0
     try:
-        run(order["args"], project)
+        run(order["args"])
     except SystemExit as request:
         code = request.code
     except KeyboardInterrupt:
@@ -271,8 +234,6 @@ def become(order: dict[str, Any], streams: list[int], project: Path) -> None:
 class Rank(subprocess.Popen[str]):
     """In the place of `subprocess.Popen` inside torchrun: its ranks are forks of it, which has loaded all they need."""
 
-    project = PROJECT
-
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
         _, _, _, _, _, env, _, _, _, _, _, _, out, _, err, *_ = rest
         self.pid, self._child_created = os.fork(), True
@@ -285,14 +246,13 @@ class Rank(subprocess.Popen[str]):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             importlib.import_module("distributed")._launcher = os.getppid()  # type: ignore[attr-defined]
-            become({"args": args[2:], "env": env, "cwd": os.getcwd()}, [], self.project)  # behind "python -u"
+            become({"args": args[2:], "env": env, "cwd": os.getcwd()}, [])  # behind "python -u"
 
 
-def run(args: list[str], project: Path) -> None:
+def run(args: list[str]) -> None:
     """`python ARGS...`: of a command of the project, the module that is loaded already; else the script itself."""
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if args[0] == "-m":
-        Rank.project = project
         importlib.import_module(LAUNCHER).Popen = Rank  # type: ignore[attr-defined]
         sys.argv, sys.path[0] = args[1:], ""
         runpy.run_module(args[1], run_name="__main__", alter_sys=True)
@@ -304,7 +264,7 @@ def run(args: list[str], project: Path) -> None:
         return
     script, sys.argv = Path(args[0]).resolve(), [*args]
     command = sys.modules.get(script.stem)
-    if script.parent == project and command is not None:
+    if script.parent == PROJECT and command is not None:
         from console import environment
 
         environment.guard()
@@ -332,7 +292,4 @@ def end(code: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve(socket.socket(fileno=int(sys.argv[2])), Path(sys.argv[3]))
-    else:  # start
-        sys.exit(Warm(socket_number=int(sys.argv[2])).start(sys.argv[3:], {**os.environ}, Path.cwd(), [0, 1, 2]).wait())
+    serve(socket.socket(fileno=int(sys.argv[1])))
