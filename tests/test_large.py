@@ -18,7 +18,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import HANGS, PROJECT, SAMPLE_TEXT, TINY_RUN, free_port, read_losses, run_program, run_ranks, spawn, train
+from conftest import (
+    HANGS,
+    PROJECT,
+    SAMPLE_TEXT,
+    TINY_RUN,
+    free_port,
+    memory_of_this_process,
+    read_losses,
+    run_program,
+    run_ranks,
+    spawn,
+    take_place,
+    train,
+)
 from filelock import FileLock
 from test_faults import KILLED_RUN, LONG_RUN, output
 from test_trainer import DROPOUT, StopHereError, assert_same_end, make_trainer, stop_in_step, world_of_one
@@ -290,8 +303,7 @@ def run_as_rank(rank: int, folder: Path, ports: dict[int, int]) -> None:
     for world in ports:
         if rank >= world:
             continue
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": ports[world]}
-        os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+        take_place(rank, world, ports[world])
         with process_group(2.0) as ranks:
             for strategy in STRATEGIES:
                 key = f"trainer_config.strategy={strategy}"
@@ -319,8 +331,7 @@ def go_on_as_rank(rank: int, folder: Path, ports: dict[int, int]) -> None:
         readers = [strategy for strategy in STRATEGIES if (world, strategy) in WRITERS]
         if rank >= world or not readers:
             continue
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": ports[world]}
-        os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+        take_place(rank, world, ports[world])
         with process_group(2.0) as ranks:
             writers_there = [(writers, other) for writers, other in WRITERS if writers in ports]
             for strategy, (writers, other) in itertools.product(readers, writers_there):
@@ -471,12 +482,6 @@ REAL_RUNS = {
     "activations": [*LONG, "gpt_config.n_layer=4", "gpt_config.n_embd=128", "trainer_config.micro_batch_size=16"],
     "weights, Muon": [*SHORT, "gpt_config.n_embd=640", "optimizer_config.name=muon"],
 }
-
-
-def memory_of_this_process(key: str) -> int:
-    """Bytes that the kernel counts: VmRSS now, VmHWM at most up to now."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def take_real_steps(folder: Path, name: str) -> None:

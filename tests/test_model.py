@@ -427,17 +427,6 @@ def test_a_token_costs_one_position():
     assert lengths == [3, 1, 1, 1, 1, 1, 4, 1, 1, 1, 1, 4, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("prompt", [1, 7, T, T + 5])
-@pytest.mark.parametrize("new", [0, 1, 2 * T])
-def test_shape_of_generated_text(prompt, new):
-    """Catches a prompt that is cut off in the result, and a token too many or too few."""
-    text = make_model().generate(tokens(2, prompt), new)
-    assert text.shape == (2, prompt + new)
-    assert text.dtype == torch.int64
-    assert text.min() >= 0
-    assert text.max() < V
-
-
 @pytest.mark.parametrize(
     "parameters",
     [

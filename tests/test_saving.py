@@ -214,33 +214,6 @@ def test_two_runs_never_overwrite_each_other(url, tmp_path):  # noqa: F811
     assert load_snapshot(best_url(url))["run"]["directory"] == str(tmp_path / "first")
 
 
-def test_the_run_that_comes_second_ends_with_one_line(tmp_path):
-    """Catches a run that trains on for hours beside another one that has taken its place, or ends in a traceback."""
-    path = tmp_path / "shared.pt"
-    script = f"""
-import sys
-import main, trainer
-from snapshot import load_snapshot, save_snapshot
-step = trainer.Trainer._train_step
-def with_a_rival(self, batches):
-    if self.step == 7:  # another run saves
-        state = load_snapshot({str(path)!r})
-        state["run"]["directory"], state["run"]["launch"] = "/the/other/run", "another"
-        save_snapshot(state, {str(path)!r})
-    return step(self, batches)
-trainer.Trainer._train_step = with_a_rival
-main.main()
-"""
-    run = run_program(
-        *(sys.executable, "-c", script, f"hydra.run.dir={tmp_path / 'run'}", *TINY_RUN),
-        f"trainer_config.snapshot_path={path}",
-    )
-    assert run.returncode == 1
-    assert "Traceback" not in run.stderr
-    assert run.stderr.splitlines()[-1].startswith(f"error: {path} now holds step 5 of another run (/the/other/run)")
-    assert load_snapshot(str(path))["run"]["directory"] == "/the/other/run"
-
-
 def test_a_run_in_another_directory_does_not_take_a_snapshot_over(url, tmp_path):  # noqa: F811
     """Catches a second run that goes on from the first one's snapshot, and replaces it while that is at work."""
     settings = [f"trainer_config.snapshot_path={url}"]
