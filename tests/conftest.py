@@ -33,9 +33,6 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # What is compared to the bit is compared on the CPU, also where there are GPUs.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# Whatever the tests start inherits this, and by it is found and ended when they end.
-FORKS = tempfile.TemporaryDirectory()
-os.environ[MARK] = f"{FORKS.name}/"
 
 # What tests draw, such as the step at which a rank is killed, they draw again with the same SEED in the environment.
 SEED = os.environ.setdefault("SEED", str(random.randrange(10**6)))
@@ -223,8 +220,16 @@ def two_rank_run(
     with FileLock(f"{folder}.lock"):
         if not record.exists():
             folder.mkdir()
-            record.write_bytes(pickle.dumps(train(folder / "run", ranks=2, torchrun=True)))
+            record.write_bytes(pickle.dumps(train(folder / "run", ranks=2, torchrun=True, is_real=True)))
     return folder, pickle.loads(record.read_bytes())
+
+
+FORKS = tempfile.TemporaryDirectory()
+
+
+def pytest_configure() -> None:
+    """Whatever the tests start inherits this, and by it is found and ended when they end."""
+    os.environ[MARK] = f"{FORKS.name}/{os.getpid()}."
 
 
 def pytest_report_header() -> str:
@@ -241,7 +246,7 @@ def seeded(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def nothing_is_left_running() -> Iterator[None]:
     """What a test has started and has not ended, because it failed, ends with it. (What a fixture started, stays.)"""
-    before, os.environ[MARK] = os.environ[MARK], f"{FORKS.name}/{next(NUMBERS)};"
+    before, os.environ[MARK] = os.environ[MARK], f"{os.environ[MARK]}{next(NUMBERS)};"
     yield
     end_all(os.environ[MARK])
     os.environ[MARK] = before

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HANGS, PROJECT, TINY_RUN, read_losses, run_program
+from conftest import HANGS, PROJECT, TINY_RUN, memory_of_this_process, read_losses, run_program
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_generate import PROMPT, load, run_generate, snapshot  # noqa: F401 (fixture)
@@ -31,6 +31,8 @@ from console.reporter import Reporter, Stopwatch, lesson
 from console.sweep import directory_name
 from generate import until
 from snapshot import load_snapshot
+
+linux = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into /proc")
 
 
 @pytest.fixture
@@ -75,12 +77,10 @@ def test_waiting_for_data_is_what_the_loader_takes(clock):
     assert (seen, watch.data_seconds) == (["a", "b"], 6)
 
 
+@linux
 def test_peak_memory_is_in_gigabytes():
     """Catches kilobytes taken for bytes: a run of a gigabyte would seem to need a megabyte."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        pytest.skip("only Linux tells it a second way")
-    peak = int(re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())[0]) * 1024 / 1e9
+    peak = memory_of_this_process("VmHWM") / 1e9
     assert reporter.peak_memory(torch.device("cpu")) == pytest.approx(peak, rel=0.05)
 
 
@@ -166,7 +166,6 @@ def test_other_ranks_speak_up_only_when_something_is_wrong(capsys):
 
 def test_the_bar_fits_80_columns(tmp_path):
     """Catches a bar that is cut off or runs over into the next line in a terminal of the usual size."""
-    pty = pytest.importorskip("pty")
     command = [sys.executable, "main.py", f"hydra.run.dir={tmp_path / 'run'}", *TINY_RUN, "trainer_config.max_steps=24"]
     pid, terminal = pty.fork()
     if pid == 0:
@@ -213,7 +212,11 @@ def test_the_table_of_a_sweep():
 @example("é" * 150 + "a", "é" * 150 + "b")
 @given(st.text(min_size=1, max_size=400), st.text(min_size=1, max_size=400))
 def test_two_lists_of_overrides_never_share_a_directory(one, other):
-    """Catches names that are cut, or whose slashes are replaced, until two of them are equal: two runs in one place."""
+    """Catches names that are cut, or whose slashes are replaced, until two of them are equal: two runs in one place.
+
+    And a digest where a name was.
+    """
+    assert directory_name("a.b=1,c=x") == "a.b=1,c=x"
     for text in (one, other):
         name = directory_name(text)
         assert len(name.encode("utf-8", "surrogatepass")) <= 230  # below 255, with room for what is made from it
@@ -361,7 +364,6 @@ def test_the_score_is_the_loss_of_an_evaluation(snapshot):  # noqa: F811
 
 # ------------------------------------------------------------------------------------ before torch is loaded
 
-linux = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into /proc")
 
 PROGRAMS = ["main.py", "generate.py", "look.py", "export.py", "report.py"]
 

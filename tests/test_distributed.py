@@ -76,6 +76,7 @@ def test_the_console_speaks_once(two_rank_run):
     """Catches reports printed by every rank."""
     folder, process = two_rank_run
     assert process.stderr.count("step 20/20:") == 1  # on a console that is no terminal, lines are few
+    assert "[rank 1]" not in process.stderr
     log = (folder / "run" / "main.log").read_text(encoding="utf-8")
     for step in range(1, 21):
         assert log.count(f"step {step}/20:") == 1
@@ -88,7 +89,11 @@ def test_two_nodes_finish_with_one_writer(tmp_path):
     command = [*launcher, str(PROJECT / "main.py"), f"hydra.run.dir={tmp_path / 'run'}", *TINY_RUN]
     outs = [tmp_path / "one.out", tmp_path / "other.out"]
     nodes = [start_program(*command, out=out) for out in outs]
-    outputs = [(node.wait(HANGS), out.read_text()) for node, out in zip(nodes, outs, strict=True)]
+    try:
+        outputs = [(node.wait(HANGS), out.read_text()) for node, out in zip(nodes, outs, strict=True)]
+    finally:
+        for node in nodes:
+            node.kill()
     assert [code for code, _ in outputs] == [0, 0], outputs
     assert_one_writer(tmp_path / "run")
     # Only the node of rank 0 reports: which of the two that is, the rendezvous decides.

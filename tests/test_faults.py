@@ -266,7 +266,7 @@ def test_a_second_ctrl_c_leaves_at_once():
 def test_orphans_leave_without_a_snapshot(tmp_path):
     """Workers whose torchrun was killed train on in secret, and write over the snapshots of the next start."""
     run_dir = tmp_path / "run"
-    process = start(run_dir, *ENDLESS_RUN, "trainer_config.save_every_steps=1000000")
+    process = start(run_dir, *ENDLESS_RUN, "trainer_config.save_every_steps=1000000", is_real=True)
     wait_for_step(run_dir, 20)
     orphans = workers(process)
     for orphan in orphans:
@@ -537,7 +537,7 @@ def test_one_rank_that_raises_ends_the_job(strategy, tmp_path):
 
 def test_a_collective_that_hangs_ends(tmp_path):
     """Half an hour of nothing, the default, for every lost rank."""
-    run = sabotage("hang", 5, 1, tmp_path / "run", "trainer_config.timeout_minutes=0.05")  # ends before HANGS
+    run = sabotage("hang", 5, 1, tmp_path / "run", "trainer_config.timeout_minutes=0.1")  # ends before HANGS
     assert run.returncode != 0
     assert re.search(r"rank 0 has lost another rank.* \(.*[Tt]imed out waiting", run.stderr)
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from conftest import (
     PROJECT,
     SAMPLE_TEXT,
     TINY_RUN,
+    TORCHRUN,
     free_port,
     memory_of_this_process,
     read_losses,
@@ -617,26 +617,15 @@ def test_a_plan_is_printed_and_leaves_nothing(tmp_path):
 # ------------------------------------------------------------------------------------ many machines
 
 
-def settings(strategy: str) -> list[str]:
-    """Of the run that is disturbed: 120 steps on four ranks."""
-    return [*LONG_RUN, *KILLED_RUN, *([] if strategy == "ddp" else [f"trainer_config.strategy={strategy}"])]
+def undisturbed(run_dir: Path, *settings: str) -> Path:
+    """The run directory of a run of 120 steps on four ranks."""
+    launcher = [*TORCHRUN, "--nproc_per_node=4"]
+    process = run_program(*launcher, PROJECT / "main.py", f"hydra.run.dir={run_dir}", *DISTURBED, *settings)
+    assert process.returncode == 0, process.stderr
+    return run_dir
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Callable[[str], Path]:
-    """The run directory of a strategy's run on four ranks, made once."""
-    made: dict[str, Path] = {}
-
-    def run(strategy: str) -> Path:
-        if strategy not in made:
-            made[strategy] = tmp_path_factory.mktemp("runs") / "undisturbed"
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-            command = [*launcher, "main.py", f"hydra.run.dir={made[strategy]}", *settings(strategy)]
-            process = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=HANGS, check=False)
-            assert process.returncode == 0, process.stderr
-        return made[strategy]
-
-    return run
+DISTURBED = [*LONG_RUN, *KILLED_RUN]
 
 
 # ------------------------------------------------------------------------------------ SLURM
@@ -686,8 +675,7 @@ def is_free(port: int) -> bool:
 
 @pytest.mark.timeout(600)  # three starts of four ranks, one after the other where there are few cores
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp"])  # passes under fsdp, too; the suite would take two minutes more
-def test_a_job_under_slurm_ends_as_if_nothing_had_been(undisturbed, tmp_path, strategy):
+def test_a_job_under_slurm_ends_as_if_nothing_had_been(tmp_path):
     """A signal that torchrun dies of, a job that isn't started again, ranks that meet in an old store after a kill."""
     run_dir = tmp_path / "run"
     # A rank of the second node is killed in mid-run; later, from another rank, the whole job gets SIGUSR1.
@@ -699,12 +687,12 @@ def test_a_job_under_slurm_ends_as_if_nothing_had_been(undisturbed, tmp_path, st
         done
         exec "{sys.executable}" -m torch.distributed.run "${{words[@]}}"
     '''
-    codes = submit(tmp_path / "slurm", torchrun, f"hydra.run.dir={run_dir}", *settings(strategy))
+    codes = submit(tmp_path / "slurm", torchrun, f"hydra.run.dir={run_dir}", *DISTURBED)
     said = (tmp_path / "slurm" / "job.out").read_text()
     assert codes == [128 + signal.SIGTERM, 0], said
     assert "stopped by SIGUSR1 after step" in said
     assert said.count("going on from") == 2  # after the kill, and in the second start of the job
-    assert_same_end(run_dir, undisturbed(strategy))
+    assert_same_end(run_dir, undisturbed(tmp_path / "undisturbed"))
 
 
 @pytest.mark.parametrize(
@@ -738,13 +726,12 @@ def test_a_job_starts_again_where_it_was_stopped_alone(tmp_path, signals, code, 
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp"])  # passes under ddp, too
-def test_a_node_that_dies_and_comes_back(undisturbed, tmp_path, strategy):
+def test_a_node_that_dies_and_comes_back(tmp_path):
     """A node whose agent dies too: the others wait for ever, or count their restarts otherwise and never meet it.
 
     If it is the node at which all meet, the others must end, so that a scheduler can start the job again.
     """
-    run_dir, port = tmp_path / "run", free_port()
+    run_dir, port, fsdp = tmp_path / "run", free_port(), "trainer_config.strategy=fsdp"
     launcher = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", "--max-restarts=3"),
         *("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=job"),
@@ -756,9 +743,7 @@ def test_a_node_that_dies_and_comes_back(undisturbed, tmp_path, strategy):
         command = [*launcher, *(["main.py"] if dies_at is None else fault), f"hydra.run.dir={run_dir}"]
         environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with open(f"{run_dir}.out", "a") as out:
-            return subprocess.Popen(
-                [*command, *settings(strategy)], cwd=PROJECT, env=environment, stdout=out, stderr=out
-            )
+            return subprocess.Popen([*command, *DISTURBED, fsdp], cwd=PROJECT, env=environment, stdout=out, stderr=out)
 
     host = start_node(dies_at=random.randrange(65, 110))
     while is_free(port):  # until the first one is where they meet
@@ -771,7 +756,7 @@ def test_a_node_that_dies_and_comes_back(undisturbed, tmp_path, strategy):
     nodes = [start_node(), start_node()]
     assert [node.wait(HANGS) for node in nodes] == [0, 0], output(run_dir)
     assert output(run_dir).count("going on from") == 2
-    assert_same_end(run_dir, undisturbed(strategy))
+    assert_same_end(run_dir, undisturbed(tmp_path / "undisturbed", fsdp))
 
 
 # ------------------------------------------------------------------------------------ machines that differ

@@ -18,7 +18,7 @@ import torch
 from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, TINY_SIZES, contents, read_losses, run_program, run_ranks, train
 from omegaconf import OmegaConf
 
-from config import Config
+from config import DEFAULT_SNAPSHOT, Config
 from data import corpus
 from distributed import Ranks, process_group
 from snapshot import load_snapshot
@@ -83,6 +83,7 @@ BAD_INPUT = {
         ["data_config.path={folder}/brief.txt", "data_config.truncate=1"],
         ["180 characters", "batch_size=12", "193"],
     ),
+    "nothing to fine-tune": (["trainer_config.init_from={folder}/none.pt"], ["none.pt", "there is no snapshot"]),
     "not UTF-8": (["data_config.path={folder}/latin1.txt"], ["{folder}/latin1.txt", "UTF-8", "0xe9", "offset 3"]),
     "damaged gzip": (["data_config.path={folder}/broken.txt.gz"], ["{folder}/broken.txt.gz", "can't be read"]),
 }
@@ -255,7 +256,8 @@ def test_without_a_network_it_trains_on_the_bundled_text(project_copy):
         assert "WARNING" in line
         assert "sample.txt" in line
         assert "127.0.0.1" in line  # the reason: which address refused
-    run_dir = project_copy / "runs" / "shakespeare"  # of the copy, although it was started elsewhere
+    # Of the copy, although it was started elsewhere, and where generate.py looks for it.
+    run_dir = project_copy / Path(DEFAULT_SNAPSHOT).relative_to(PROJECT).parent
     assert load_snapshot(str(run_dir / "gpt_snapshot.pt"))["step"] == 20
     assert "step 20/20" in (run_dir / "main.log").read_text(encoding="utf-8")
     assert sorted(path.name for path in (project_copy / "data").glob("*.txt")) == ["sample.txt"]

@@ -1073,21 +1073,6 @@ def test_the_sample_is_repeatable_and_without_its_prompt(alone, tmp_path):
     assert trainer.sample(30) != first
 
 
-def test_a_prolonged_run_remembers_its_best_loss(alone, tmp_path, monkeypatch):
-    """Catches a best loss that the last evaluation found after the last save: a worse snapshot would replace it."""
-    first = make_trainer(tmp_path, "trainer_config.max_steps=7", ranks=alone)
-    first.fit()
-    loss = first.state.best_eval_loss
-    assert load_snapshot(str(tmp_path / "gpt_snapshot.best.pt"))["step"] == 7
-    longer = make_trainer(tmp_path, "trainer_config.max_steps=9", ranks=alone)
-    longer.resume()
-    evaluate = longer.evaluate
-    monkeypatch.setattr(longer, "evaluate", lambda: evaluate() if longer.step == 7 else loss + 1.0)
-    longer.fit()
-    assert load_snapshot(str(tmp_path / "gpt_snapshot.best.pt"))["step"] == 7
-    assert (longer.state.best_step, longer.state.best_eval_loss) == (7, loss)
-
-
 @pytest.mark.parametrize("stopped_in", [None, 18])
 def test_patience_counts_across_a_restart(alone, tmp_path, monkeypatch, stopped_in):
     """Catches a run that goes on for ever, one that stops too early, and a count that begins anew with each start."""

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import IO, Any
 
 PROJECT = Path(__file__).resolve().parent.parent
-# In the environment of all that the tests start: a folder of this process, and in it the list of the test's forks.
+# In the environment of all that the tests start: FOLDER/PID. of the process that tests, and the number of the test. The
+# file of that name lists the test's forks, which show their server's environment, and so no number.
 MARK = "STARTED_BY_TESTS"
 # Where torchrun starts its ranks.
 LAUNCHER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
@@ -80,7 +81,7 @@ class Warm:
                 [sys.executable, __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=PROJECT,
-                env={**os.environ, MARK: os.environ[MARK].rpartition("/")[0] + "/"},  # of no test: it outlives this one
+                env={**os.environ, MARK: all_of(os.environ[MARK])},  # of no test: it outlives this one
             )
 
     def start(self, args: Sequence[str], env: dict[str, str], cwd: str | Path, streams: Sequence[int]) -> Child:
@@ -121,15 +122,27 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode("utf-8", "replace").replace("\r\n", "\n")
 
 
+def all_of(mark: str) -> str:
+    """What the marks of all tests of a process begin with."""
+    folder, _, name = mark.rpartition("/")
+    return f"{folder}/{name.partition('.')[0]}."
+
+
+def enlist(mark: str, pid: int) -> None:
+    """Put a fork on its test's list."""
+    with open(mark, "a") as forks:
+        forks.write(f"{pid}\n")
+
+
 def end_all(mark: str) -> None:
-    """Kill what a test has started: forks that are on its list, and on Linux all in whose environment it stands."""
-    if Path(mark).is_file():
-        for number in Path(mark).read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(int(number), signal.SIGKILL)
+    """Kill what a test has started, and has not ended; on Linux, which shows the environment of processes."""
+    forks = Path(mark).read_text().split() if Path(mark).is_file() else []
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # not ours, or gone
-            if f"{MARK}={mark}".encode() in (place / "environ").read_bytes() and int(place.name) != os.getpid():
+            shown = (place / "environ").read_bytes()
+            if place.name in forks and f"{MARK}={all_of(mark)}".encode() in shown:
+                os.killpg(int(place.name), signal.SIGKILL)
+            elif f"{MARK}={mark}".encode() in shown and int(place.name) != os.getpid():
                 os.kill(int(place.name), signal.SIGKILL)
 
 
@@ -179,10 +192,12 @@ def serve(orders: socket.socket) -> None:
                     selector.close()
                     for inherited in (woken, wake, orders, teller, *running.values()):
                         inherited.close()
+                    os.setsid()
                     become(order, files[2:])
                 for number in files[2:]:
                     os.close(number)
                 running[pid] = teller
+                enlist(order["env"][MARK], pid)
                 teller.send(str(pid).encode())
     for pid in running:
         with contextlib.suppress(ProcessLookupError):
@@ -206,11 +221,8 @@ def become(order: dict[str, Any], streams: list[int]) -> None:
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(order["cwd"])
-    os.setsid()
     os.environ.clear()
     os.environ.update(order["env"])
-    with contextlib.suppress(IsADirectoryError), open(os.environ[MARK], "a") as forks:
-        forks.write(f"{os.getpid()}\n")
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -236,17 +248,27 @@ class Rank(subprocess.Popen[str]):
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
         _, _, _, _, _, env, _, _, _, _, _, _, out, _, err, *_ = rest
+        begun, begins = os.pipe()
         self.pid, self._child_created = os.fork(), True
-        if self.pid == 0:
+        if self.pid:
+            os.close(begins)
+            os.read(begun, 1)  # from here on, it can be killed with its session
+            os.close(begun)
+            enlist(env[MARK], self.pid)
+            return
+        try:
+            os.setsid()
+            for handled in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # by torchrun, and not by its ranks
+                signal.signal(handled, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             for stream, number in ((out, 1), (err, 2)):
                 if stream >= 0:
                     os.dup2(stream, number)
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # torchrun's store among them
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # torchrun's handlers are not the ranks'
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             importlib.import_module("distributed")._launcher = os.getppid()  # type: ignore[attr-defined]
             become({"args": args[2:], "env": env, "cwd": os.getcwd()}, [])  # behind "python -u"
+        finally:
+            os._exit(1)
 
 
 def run(args: list[str]) -> None:
