@@ -1,8 +1,11 @@
 """Question: how soon is the model as good as nanoGPT's CPU recipe makes it, and how good is it when that one is done?
 
 Measured: whole runs of the command `python main.py`, in turns, on the same text: recipes/nanogpt_cpu.yaml (the
-yardstick), the default, the default with fewer steps, recipes/adamw.yaml; once for each seed. Losses are evaluations
-over the whole evaluation text, in nats, each with the time at which it was written to TensorBoard's events.
+yardstick), the default, the default with fewer steps, recipes/adamw.yaml; once for each seed. With --nanogpt DIR, a
+checkout of https://github.com/karpathy/nanoGPT, the yardstick is the command that nanoGPT's README gives for a CPU, in
+a copy of that folder. Losses are means over the whole evaluation text, in nats, each with the time at which it was
+written to TensorBoard's events; of nanoGPT, which estimates its loss from 20 batches, that of its last checkpoint,
+scored here, with the time of the whole command.
 
 * wall: seconds from the command to its end: imports, training, evaluations, snapshots and the sample.
 * training: seconds from right before the first step to the end of the last evaluation, with all evaluations and
@@ -15,12 +18,15 @@ over the whole evaluation text, in nats, each with the time at which it was writ
 The last two need evaluations more often than every 250 steps: --eval-every 50. Each costs some tenths of a second, is
 part of the seconds, and nothing is subtracted; so take wall times from a run without --eval-every.
 
-    python benchmarks/time_to_loss.py [--seeds 1337 1 2] [--eval-every 50] [--text PATH] [--quick]
+    python benchmarks/time_to_loss.py [--nanogpt DIR] [--seeds 1337 1 2] [--eval-every 50] [--text PATH] [--quick]
 
 Units: seconds; nats a character.
 """
 
 import argparse
+import pickle
+import runpy
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,11 +35,22 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
 from _common import PROJECT, environment, print_table
 
-YARDSTICK = "nanogpt_cpu"
+from char_dataset import CharVocabulary, DataConfig, evaluation_batches, split_codes
+from data.corpus import read_text
+
+# The command that nanoGPT's README gives for a CPU, with a text of ours, and the last checkpoint in place of the best.
+NANOGPT = [
+    *("config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=1"),
+    *("--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--max_iters=2000"),
+    *("--lr_decay_iters=2000", "--dropout=0.0", "--always_save_checkpoint=True", "--dataset=text", "--out_dir=out"),
+]
 CONTESTANTS = {
-    YARDSTICK: [f"+recipe={YARDSTICK}"],
+    "nanoGPT": NANOGPT,  # where it is named
+    "nanogpt_cpu": ["+recipe=nanogpt_cpu"],
     "default": [],
     # Told to be short, its learning rate falls in time; and it is evaluated at its end only.
     "default, 300 steps": ["trainer_config.max_steps=300", "trainer_config.eval_every_steps=300"],
@@ -103,6 +120,38 @@ def train(name: str, seed: int, threads: int, overrides: list[str]) -> Run:
     return run
 
 
+def train_nanogpt(checkout: Path, text: Path, seed: int, threads: int, quick: bool) -> Run:
+    """Run nanoGPT's own program in a copy of it, and score its last checkpoint as our runs are scored."""
+    vocabulary = CharVocabulary.of(read_text(str(text)))
+    train_codes, eval_codes = split_codes(vocabulary.encode_array(read_text(str(text))), DataConfig(str(text), 64))
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(checkout, Path(folder) / "nanoGPT", ignore=shutil.ignore_patterns(".git")))
+        source = (copy / "train.py").read_text()
+        (copy / "train.py").write_text(source.replace("torch.manual_seed(1337", f"torch.manual_seed({seed}"))
+        (copy / "data" / "text").mkdir()
+        for name, codes in (("train", train_codes), ("val", eval_codes)):
+            codes.astype(np.uint16).tofile(copy / "data" / "text" / f"{name}.bin")
+        (copy / "data" / "text" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(vocabulary)}))
+        short = ["--max_iters=20", "--eval_interval=20", "--eval_iters=1"] if quick else []
+        begin = time.perf_counter()
+        command = [sys.executable, "train.py", *NANOGPT, *short]
+        done = subprocess.run(command, cwd=copy, env=environment(threads), capture_output=True, text=True)
+        wall = time.perf_counter() - begin
+        if done.returncode:
+            sys.exit(done.stderr)
+        theirs = runpy.run_path(str(copy / "model.py"))
+        checkpoint = torch.load(copy / "out" / "ckpt.pt")
+    model = theirs["GPT"](theirs["GPTConfig"](**checkpoint["model_args"]))
+    model.load_state_dict(checkpoint["model"])
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for x, y in evaluation_batches(eval_codes, 64, 32, rank=0, world_size=1):
+            total += float(model.eval()(x, y)[1]) * int((y != -1).sum())
+            count += int((y != -1).sum())
+    print(f"seed {seed}: nanoGPT: {wall:.1f} s, loss {total / count:.4f}", file=sys.stderr, flush=True)
+    return Run(wall, [(wall, total / count)])
+
+
 def figures(run: Run, yardstick: Run) -> list[float]:
     """The columns of one run, as the module's docstring defines them."""
     return [
@@ -125,7 +174,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337])
     parser.add_argument("--eval-every", type=int, metavar="STEPS", help="default: as often as the configuration says")
     parser.add_argument("--text", type=Path, help="default: the configuration's, tiny-shakespeare")
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS], help="the yardstick first")
+    parser.add_argument("--only", nargs="+", choices=[*CONTESTANTS][1:], default=[*CONTESTANTS][1:])
+    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT, the yardstick then")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     overrides = []
@@ -138,22 +188,30 @@ def main() -> None:
     if arguments.text:
         overrides += [f"data_config.path={arguments.text.resolve()}"]
 
-    table: dict[str, list[list[float]]] = {name: [] for name in arguments.only}
+    names = [*(["nanoGPT"] if arguments.nanogpt else []), *arguments.only]
+    yardstick = names[0]
+    table: dict[str, list[list[float]]] = {name: [] for name in names}
     rows: list[list[object]] = []
     for seed in arguments.seeds:
-        runs = {name: train(name, seed, arguments.threads, overrides) for name in arguments.only}
+        runs = {}
+        for name in names:
+            if name == "nanoGPT":
+                text = arguments.text or PROJECT / "data" / "input.txt"
+                runs[name] = train_nanogpt(arguments.nanogpt, text, seed, arguments.threads, arguments.quick)
+            else:
+                runs[name] = train(name, seed, arguments.threads, overrides)
         for name, run in runs.items():
-            table[name].append(figures(run, runs[YARDSTICK]))
+            table[name].append(figures(run, runs[yardstick]))
             rows.append([name, seed, *as_cells(table[name][-1])])
     if len(arguments.seeds) > 1:
         for word, summary in (("median", statistics.median), ("worst", max)):
-            for name in arguments.only:  # of every column, smaller is better
+            for name in names:  # of every column, smaller is better
                 values = [float(summary(column)) for column in zip(*table[name], strict=True)]
                 rows.append([name, word, *as_cells(values)])
     print_table(
         [
-            *("configuration", "seed", "wall, s", f"wall : `{YARDSTICK}`", "training, s", "final loss"),
-            *(f"seconds to `{YARDSTICK}`'s loss", f"in `{YARDSTICK}`'s seconds", f"loss after `{YARDSTICK}`'s seconds"),
+            *("configuration", "seed", "wall, s", f"wall : `{yardstick}`", "training, s", "final loss"),
+            *(f"seconds to `{yardstick}`'s loss", f"in `{yardstick}`'s seconds", f"loss after `{yardstick}`'s seconds"),
         ],
         rows,
         f"{arguments.threads} threads; evaluation every {arguments.eval_every or 250} steps.",
