@@ -5,6 +5,7 @@ read it as well: no new syntax here, and nothing new that is evaluated before th
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -17,10 +18,27 @@ if not (3, 10) <= sys.version_info[:2] <= (3, 14):
         "install one of them, for example with uv venv --python 3.12"
     )
 
-# OpenMP's threads spin for a while when they have no work. Where another program wants the same cores, a long spin
-# makes a step several times slower. This is the number of turns; a choice that the user has made stays.
+
+def _is_busy() -> bool:
+    """Whether other programs have half of the cores at this moment: Linux tells how many threads run or could."""
+    try:
+        with open("/proc/loadavg") as file:
+            return int(file.read().split()[3].split("/")[0]) > (os.cpu_count() or 1) // 2
+    except OSError:
+        return False
+
+
+# OpenMP's threads spin for a while when they have no work. Alone, a long spin saves waking them; where another program
+# wants the same cores, it makes a step several times slower. This is the number of turns; a user's own choice stays.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000" if _is_busy() else "20000")
+
+# glibc gives large pieces of memory back to the system when they are freed, and a step, which frees its activations,
+# fetches them again: 4,000 page faults. Told to keep them, the process stays as large as it once was, until it ends.
+if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # other C libraries have no mallopt
+        for option, limit in ((-3, 32 << 20), (-1, 1 << 30)):  # M_MMAP_THRESHOLD at its most, M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(option, limit)
 
 _missing_directories: set[str] = set()  # that this process has asked for, and that weren't there
 

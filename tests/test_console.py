@@ -397,18 +397,32 @@ def test_the_environment_is_settled_before_torch_is_loaded():
     assert loaded.stdout == "False\n"
 
 
+SETTLED = """
+import builtins, ctypes, io, os, sys, types
+real, calls = open, []
+builtins.open = lambda path, *how: io.StringIO(sys.argv[1]) if path == "/proc/loadavg" else real(path, *how)
+ctypes.CDLL = lambda name: types.SimpleNamespace(mallopt=lambda option, limit: calls.append(option))
+from console import environment
+print(os.environ.get("GOMP_SPINCOUNT"), calls)
+"""
+
+
 @pytest.mark.parametrize(
-    ("given", "spins"),
-    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ("given", "running", "settled"),
+    [
+        ({}, "1/99", "20000 [-3, -1]"),
+        ({}, "999/999", "3000 [-3, -1]"),  # other programs want the cores
+        ({"GOMP_SPINCOUNT": "7", "MALLOC_ARENA_MAX": "1"}, "1/99", "7 []"),
+        ({"OMP_WAIT_POLICY": "active", "GLIBC_TUNABLES": "glibc.malloc.check=0"}, "1/99", "None []"),
+    ],
 )
-def test_the_users_own_openmp_settings_win(given, spins):
+def test_the_users_own_settings_of_openmp_and_memory_win(given, running, settled):
     """Catches a setting that overrides what the user, or the administrator of a cluster, has chosen."""
-    clean = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    script = "from console import environment; import os; print(os.environ.get('GOMP_SPINCOUNT'))"
-    process = subprocess.run(
-        [sys.executable, "-c", script], env={**clean, **given}, cwd=PROJECT, capture_output=True, text=True, check=True
-    )
-    assert process.stdout.strip() == str(spins)
+    ours = ("GOMP_", "OMP_WAIT", "MALLOC_", "GLIBC_")
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    command = [sys.executable, "-c", SETTLED, f"0.00 0.00 0.00 {running} 1"]
+    process = subprocess.run(command, env={**clean, **given}, cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == settled
 
 
 # ------------------------------------------------------------------------------------ Ctrl-C
