@@ -17,6 +17,8 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # a benchmark can be started from anywhere, and imports the project's modules
 
+USERS = dict(os.environ)  # before anything of the project settles what it needs: contestants settle it for themselves
+
 Figures = dict[str, float]  # what one measurement yields, by name
 
 
@@ -51,7 +53,7 @@ def measure_in_turns(contestants: Mapping[str, Callable[[], Figures]], rounds: i
 
 def environment(threads: int) -> dict[str, str]:
     """The environment of a process that shall compute with so many threads."""
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
+    return {**USERS, "OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def run_measurement(script: str, *arguments: object, threads: int, ranks: int = 1) -> Figures:

@@ -20,11 +20,11 @@ if not (3, 10) <= sys.version_info[:2] <= (3, 14):
 
 
 def _is_busy() -> bool:
-    """Whether other programs have half of the cores at this moment: Linux tells how many threads run or could."""
+    """Whether other programs want the cores at this moment: Linux tells how many threads could run, this one among them."""
     try:
         with open("/proc/loadavg") as file:
-            return int(file.read().split()[3].split("/")[0]) > (os.cpu_count() or 1) // 2
-    except OSError:
+            return int(file.read().split()[3].split("/")[0]) > len(os.sched_getaffinity(0)) // 2
+    except (AttributeError, IndexError, OSError, ValueError):
         return False
 
 
@@ -32,13 +32,6 @@ def _is_busy() -> bool:
 # wants the same cores, it makes a step several times slower. This is the number of turns; a user's own choice stays.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000" if _is_busy() else "20000")
-
-# glibc gives large pieces of memory back to the system when they are freed, and a step, which frees its activations,
-# fetches them again: 4,000 page faults. Told to keep them, the process stays as large as it once was, until it ends.
-if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # other C libraries have no mallopt
-        for option, limit in ((-3, 32 << 20), (-1, 1 << 30)):  # M_MMAP_THRESHOLD at its most, M_TRIM_THRESHOLD
-            ctypes.CDLL(None).mallopt(option, limit)
 
 _missing_directories: set[str] = set()  # that this process has asked for, and that weren't there
 
@@ -53,11 +46,24 @@ def guard() -> None:
         if getattr(sys, name) is None:  # closed, as by 2>&-: the next file to be opened would get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     sys.stderr = Console(sys.stderr)
+    keep_freed_memory()
     # Hydra makes the run directory before our code runs. If the command is refused then, or was a dry run, this empty
     # directory should go again. An audit hook, which Python calls before such operations, notes what was new.
     sys.addaudithook(_note_directory)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # some launchers ignore it, as nohup does SIGHUP
         signal.signal(signal.SIGINT, _leave_at_once)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed, in pieces up to 32 MB and up to 1 GB in all, unless the user has told it otherwise.
+
+    By itself it gives a step's activations back to the system, and the next step fetches them again: thousands of page
+    faults, a seventh of a step's time. The price: what was used once stays with the process.
+    """
+    if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        with contextlib.suppress(AttributeError, OSError, TypeError):  # other C libraries have no mallopt
+            for option, limit in ((-3, 32 << 20), (-1, 1 << 30)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+                ctypes.CDLL(None).mallopt(option, limit)
 
 
 class Console:

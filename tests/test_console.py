@@ -401,26 +401,31 @@ SETTLED = """
 import builtins, ctypes, io, os, sys, types
 real, calls = open, []
 builtins.open = lambda path, *how: io.StringIO(sys.argv[1]) if path == "/proc/loadavg" else real(path, *how)
-ctypes.CDLL = lambda name: types.SimpleNamespace(mallopt=lambda option, limit: calls.append(option))
+os.sched_getaffinity = lambda process: range(4)
 from console import environment
+mallopt = ctypes.CDLL(None).mallopt
+ctypes.CDLL = lambda name: types.SimpleNamespace(mallopt=lambda *how: calls.append((*how, mallopt(*how))))
+environment.guard()
 print(os.environ.get("GOMP_SPINCOUNT"), calls)
 """
 
 
+@linux
 @pytest.mark.parametrize(
-    ("given", "running", "settled"),
+    ("given", "load", "settled"),
     [
-        ({}, "1/99", "20000 [-3, -1]"),
-        ({}, "999/999", "3000 [-3, -1]"),  # other programs want the cores
-        ({"GOMP_SPINCOUNT": "7", "MALLOC_ARENA_MAX": "1"}, "1/99", "7 []"),
-        ({"OMP_WAIT_POLICY": "active", "GLIBC_TUNABLES": "glibc.malloc.check=0"}, "1/99", "None []"),
+        ({}, "0 0 0 2/99 1", "20000 [(-3, 33554432, 1), (-1, 1073741824, 1)]"),  # 1: glibc takes it
+        ({}, "0 0 0 3/99 1", "3000 [(-3, 33554432, 1), (-1, 1073741824, 1)]"),  # other programs want the cores
+        ({}, "", "20000 [(-3, 33554432, 1), (-1, 1073741824, 1)]"),
+        ({"GOMP_SPINCOUNT": "7", "MALLOC_ARENA_MAX": "1"}, "", "7 []"),
+        ({"OMP_WAIT_POLICY": "active", "GLIBC_TUNABLES": "glibc.malloc.check=0"}, "", "None []"),
     ],
 )
-def test_the_users_own_settings_of_openmp_and_memory_win(given, running, settled):
+def test_the_users_own_settings_of_openmp_and_memory_win(given, load, settled):
     """Catches a setting that overrides what the user, or the administrator of a cluster, has chosen."""
     ours = ("GOMP_", "OMP_WAIT", "MALLOC_", "GLIBC_")
     clean = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-    command = [sys.executable, "-c", SETTLED, f"0.00 0.00 0.00 {running} 1"]
+    command = [sys.executable, "-c", SETTLED, load]
     process = subprocess.run(command, env={**clean, **given}, cwd=PROJECT, capture_output=True, text=True, check=True)
     assert process.stdout.strip() == settled
 

@@ -281,24 +281,30 @@ def test_both_branches_drop_out_at_their_end(branch):
     assert (out == 0).double().mean() == pytest.approx(0.5, abs=0.1)
 
 
-def test_attention_under_autocast_on_a_cpu_is_the_same_function():
-    """Catches a mask that leaks, a lost scale or dropout, and a result of another type than the input."""
+@pytest.mark.parametrize("length", [T, 600])  # the second one takes the way of long windows
+def test_attention_under_autocast_on_a_cpu_is_the_same_function(length):
+    """Catches a mask that leaks, a lost scale or dropout, a wrong gradient, and a result of another type than q."""
     random = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 4, T, 8, generator=random).to(torch.bfloat16) for _ in range(3))
-    scores = q.double() @ k.double().mT / math.sqrt(8)
-    is_later = torch.ones(T, T, dtype=torch.bool).triu(1)
-    wanted = torch.softmax(scores.masked_fill(is_later, -math.inf), dim=-1) @ v.double()
+    q, k, v = (torch.randn(2, 4, length, 8, generator=random).bfloat16().requires_grad_() for _ in range(3))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    scores = exact[0] @ exact[1].mT / math.sqrt(8)
+    is_later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    wanted = torch.softmax(scores.masked_fill(is_later, -math.inf), dim=-1) @ exact[2]
+    wanted.sin().sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
         found = fast_attention(q, k, v, 0.0, is_causal=True)
-        single = fast_attention(q[:, :, -1:], k, v, 0.0, is_causal=False)
+        single = fast_attention(q[:, :, -1:], k.float(), v.float(), 0.0, is_causal=False)  # a cache is float32
         torch.manual_seed(0)
         dropped = fast_attention(q, k, v, 0.9, is_causal=True)
-        k[:, :, -1], v[:, :, -1] = 9.0, 9.0
-        changed = fast_attention(q, k, v, 0.0, is_causal=True)
-    assert found.dtype == torch.bfloat16
+        found.sin().sum().backward()
+        later = torch.arange(length)[:, None] == length - 1
+        changed = fast_attention(q, *(x.masked_fill(later, 9.0) for x in (k, v)), 0.0, is_causal=True)
+    assert found.dtype == single.dtype == torch.bfloat16
     # 8 bits in each of four steps: below a hundredth; without the scale or the mask, some tenths.
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=0.02)
     torch.testing.assert_close(single, found[:, :, -1:], rtol=0, atol=0.02)
+    for x, reference in zip((q, k, v), exact, strict=True):
+        assert (x.grad.double() - reference.grad).norm() < 0.02 * reference.grad.norm()
     assert torch.equal(changed[:, :, :-1], found[:, :, :-1])  # to the bit: nobody sees what comes later
     assert not torch.equal(dropped, found)
 
