@@ -220,6 +220,9 @@ def start_together(config: Config, ranks: Ranks, run_dir: str) -> None:
         lock(run_dir)
     prefix = "" if ranks.is_main else f"[rank {ranks.rank}] "
     set_up_logging(ranks.is_main, prefix, Path(run_dir) / "main.log" if writes else None)
+    if c.compile:  # torch's own place for it is emptied at a reboot
+        kept = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))
+        log.info("compiling takes half a minute or more the first time; what it makes is kept in %s", kept)
     if c.deterministic:  # some operations on GPUs add up in an order that varies: take others, or say there is none
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or torch would refuse matrix products on CUDA
     if c.deterministic != torch.are_deterministic_algorithms_enabled():

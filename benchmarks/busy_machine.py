@@ -3,7 +3,8 @@
 Measured: milliseconds of an optimizer step of the default configuration, the median of a fresh process's last steps: on
 the machine alone, beside one busy loop, and two trainings at once, each in as many threads as there are cores. The
 contestants are settings of how long OpenMP's threads spin when they wait for work. libgomp's own is 300,000 turns;
-`console/environment.py` chooses by what runs at the start. All are measured in turns; each figure is the median of the rounds.
+`console/environment.py` chooses by what runs at the start. All are measured in turns; each figure is the median of the
+rounds.
 
     python benchmarks/busy_machine.py [--quick]
 

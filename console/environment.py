@@ -20,7 +20,7 @@ if not (3, 10) <= sys.version_info[:2] <= (3, 14):
 
 
 def _is_busy() -> bool:
-    """Whether other programs want the cores at this moment: Linux tells how many threads could run, this one among them."""
+    """Whether other programs want the cores at this moment: Linux counts the threads that run or are ready to."""
     try:
         with open("/proc/loadavg") as file:
             return int(file.read().split()[3].split("/")[0]) > len(os.sched_getaffinity(0)) // 2

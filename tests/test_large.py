@@ -480,6 +480,15 @@ LONG = ["data_config.block_size=256", "trainer_config.batch_size=32"]
 SHORT = ["gpt_config.n_layer=2", "trainer_config.batch_size=2"]
 REAL_RUNS = {
     "activations": [*LONG, "gpt_config.n_layer=4", "gpt_config.n_embd=128", "trainer_config.micro_batch_size=16"],
+    "scores, bfloat16": [
+        *(
+            "data_config.block_size=512",
+            "trainer_config.batch_size=16",
+            "gpt_config.n_layer=4",
+            "gpt_config.n_embd=128",
+        ),
+        *("trainer_config.use_amp=true", "trainer_config.amp_dtype=bfloat16"),
+    ],
     "weights, Muon": [*SHORT, "gpt_config.n_embd=640", "optimizer_config.name=muon"],
 }
 

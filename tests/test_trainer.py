@@ -492,7 +492,7 @@ def test_bfloat16_follows_the_curve_of_float32(alone, tmp_path, optimizer, band)
         curves.append(read_losses(tmp_path / dtype))
     float32, bfloat16 = curves
     assert float32[1] - float32[80] > 1.0  # it learns
-    # Measured: 0.013 with AdamW, 0.0016 with Muon; with weights rounded to bfloat16 after each step 0.070 and 0.007.
+    # Measured: 0.020 with AdamW, 0.0015 with Muon; with weights rounded to bfloat16 after each step 0.070 and 0.007.
     assert max(abs(bfloat16[step] - float32[step]) for step in float32) < band
 
 
