@@ -36,8 +36,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from _common import PROJECT, Figures, measure_in_turns, print_table, report, run_measurement  # isort: skip
+from console import environment  # isort: skip, before torch is loaded
 import torch
-from _common import PROJECT, Figures, measure_in_turns, print_table, report, run_measurement
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor
@@ -89,6 +90,8 @@ def hugging_face_step(trainer: Trainer, batches: Iterator[tuple[Tensor, Tensor]]
 
 def measure_training(name: str, text: str, steps: int, overrides: list[str]) -> Figures:
     """Train some steps and count tokens a second; under torchrun, in every rank."""
+    if name != "hugging_face":  # as main.py does it
+        environment.keep_freed_memory()
     with initialize_config_dir(str(PROJECT), version_base="1.3"):
         cfg = compose("gpt2_train_cfg", overrides=overrides)
     config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))

@@ -38,4 +38,4 @@ if __name__ == "__main__":
         texts.append(generate())
         rows.append((name, [new / (time.perf_counter() - began), sum(positions) / new]))
     print(f"{model.num_parameters() / 1e6:.2f} M parameters, {new} tokens; same text: {torch.equal(*texts)}")
-    print_table(["tokens/s", "positions computed for each"], rows)
+    print_table(["tokens/s", "positions computed per token"], rows)
