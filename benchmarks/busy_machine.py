@@ -37,7 +37,7 @@ def train(text: str, steps: int, precision: str) -> None:
     """Train, and report the median milliseconds of the steps in the second half."""
     from console import environment  # isort: skip, before torch is loaded
 
-    environment.guard()
+    environment.keep_freed_memory()  # as main.py does it
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 

@@ -40,8 +40,9 @@ import numpy as np
 import torch
 from _common import PROJECT, environment, print_table
 
-from char_dataset import CharVocabulary, DataConfig, evaluation_batches, split_codes
+from char_dataset import DataConfig, Text, evaluation_batches
 from data.corpus import read_text
+from model import sum_losses
 
 # The command that nanoGPT's README gives for a CPU, with a text of ours, and the last checkpoint in place of the best.
 NANOGPT = [
@@ -122,8 +123,7 @@ def train(name: str, seed: int, threads: int, overrides: list[str]) -> Run:
 
 def train_nanogpt(checkout: Path, text: Path, seed: int, threads: int, quick: bool) -> Run:
     """Run nanoGPT's own program in a copy of it, and score its last checkpoint as our runs are scored."""
-    vocabulary = CharVocabulary.of(read_text(str(text)))
-    train_codes, eval_codes = split_codes(vocabulary.encode_array(read_text(str(text))), DataConfig(str(text), 64))
+    parts = Text.of(read_text(str(text)), DataConfig(str(text), 64))
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(
             shutil.copytree(checkout, Path(folder) / "nanoGPT", ignore=shutil.ignore_patterns(".git", "data", "out*"))
@@ -134,9 +134,9 @@ def train_nanogpt(checkout: Path, text: Path, seed: int, threads: int, quick: bo
             sys.exit(f"{checkout / 'train.py'} sets its seed in another way")
         (copy / "train.py").write_text(after)
         (copy / "data" / "text").mkdir(parents=True)
-        for name, codes in (("train", train_codes), ("val", eval_codes)):
+        for name, codes in (("train", parts.train_codes), ("val", parts.eval_codes)):
             codes.astype(np.uint16).tofile(copy / "data" / "text" / f"{name}.bin")
-        (copy / "data" / "text" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(vocabulary)}))
+        (copy / "data" / "text" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(parts.vocabulary)}))
         short = ["--max_iters=20", "--eval_interval=20", "--eval_iters=1"] if quick else []
         begin = time.perf_counter()
         command = [sys.executable, "train.py", *NANOGPT, *short]
@@ -148,11 +148,8 @@ def train_nanogpt(checkout: Path, text: Path, seed: int, threads: int, quick: bo
         checkpoint = torch.load(copy / "out" / "ckpt.pt")
     model = theirs["GPT"](theirs["GPTConfig"](**checkpoint["model_args"]))
     model.load_state_dict(checkpoint["model"])
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for x, y in evaluation_batches(eval_codes, 64, 32, rank=0, world_size=1):
-            total += float(model.eval()(x, y)[1]) * int((y != -1).sum())
-            count += int((y != -1).sum())
+    model.wte = model.transformer.wte  # where `sum_losses` looks for the device
+    total, count = sum_losses(model, evaluation_batches(parts.eval_codes, 64, 32, rank=0, world_size=1))
     print(f"seed {seed}: nanoGPT: {wall:.1f} s, loss {total / count:.4f}", file=sys.stderr, flush=True)
     training = sum(float(ms) for ms in re.findall(r"^iter .* time ([\d.]+)ms", done.stdout, flags=re.MULTILINE)) / 1e3
     return Run(wall, [(training, total / count)])

@@ -224,12 +224,11 @@ def two_rank_run(
     return folder, pickle.loads(record.read_bytes())
 
 
-FORKS = tempfile.TemporaryDirectory()
-
-
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Whatever the tests start inherits this, and by it is found and ended when they end."""
-    os.environ[MARK] = f"{FORKS.name}/{os.getpid()}."
+    folder = tempfile.TemporaryDirectory()
+    config.add_cleanup(folder.cleanup)
+    os.environ[MARK] = f"{folder.name}/{os.getpid()}."
 
 
 def pytest_report_header() -> str:
