@@ -73,7 +73,7 @@ def run(cfg: DictConfig, run_dir: str) -> float:
                 return print_plan(config, path, ranks, run_dir)
             trainer = build_trainer(config, path, ranks, run_dir)
             trainer.resume()
-            begin_files(cfg, trainer, run_dir)
+            begin_files(trainer, run_dir)
         with closing(trainer), told_in_one_line(run_dir, (RunError,)):
             trainer.fit()
     warn_on_main(warning, ranks)
@@ -95,7 +95,8 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str) -> Trai
     """
     c = config.trainer_config
     c.sequences_per_forward(ranks.world_size)  # raises before a large text is read
-    snapshots = RunSnapshots(run_dir, c.snapshot_path, ranks, c.dry_run)
+    snapshots = RunSnapshots(run_dir, c, ranks)
+    c.snapshot_path = snapshots.setting
     if c.init_from is None:
         text = Text.of(read_text(path), config.data_config)
     else:
@@ -229,7 +230,7 @@ def start_together(config: Config, ranks: Ranks, run_dir: str) -> None:
         torch.use_deterministic_algorithms(c.deterministic)
 
 
-def begin_files(cfg: DictConfig, trainer: Trainer, run_dir: str) -> None:
+def begin_files(trainer: Trainer, run_dir: str) -> None:
     """Open the log and write the configuration: only now it is clear whose run directory this is."""
     open_log_file()
     if trainer.config.dry_run:
@@ -239,7 +240,7 @@ def begin_files(cfg: DictConfig, trainer: Trainer, run_dir: str) -> None:
 
         warn_of_separate_disks(trainer.snapshots.url, trainer.ranks)
     if trainer.ranks.is_main:
-        OmegaConf.save(cfg, Path(run_dir) / "config.yaml", resolve=True)
+        OmegaConf.save(OmegaConf.create(trainer.full_config), Path(run_dir) / "config.yaml")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import io
 import logging
 import os
 import posixpath
-import shutil
+import re
 import time
 import uuid
 import zipfile
@@ -40,8 +40,8 @@ class DamagedSnapshotError(ValueError):
     """A file that is no usable snapshot: cut off, altered, empty, of odd content, or something else altogether."""
 
 
-def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True) -> None:
-    """Write a snapshot; at every moment there is a whole one, at `url` or at `previous_url(url)`.
+def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True, is_first: bool = False) -> None:
+    """Write a snapshot; from the first one on, there is a whole one at `url` at every moment.
 
     The state is copied once, into memory, and written from there: that much memory is needed for a moment.
 
@@ -49,6 +49,8 @@ def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True) -> N
         snapshot: tensors, numbers, strings, and lists, tuples and dictionaries of them.
         url: a path or any fsspec URL.
         keep_previous: keep what was there before at `previous_url(url)`.
+        is_first: nothing is to be replaced. On a local disk, of two that come at the same moment one fails; a store
+            keeps the later one.
 
     Raises:
         OSError: the target can't be written, or a store doesn't answer in time; what was there before is unharmed.
@@ -57,7 +59,7 @@ def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True) -> N
     # Without what a snapshot that was loaded brings along.
     contents = {key: value for key, value in snapshot.items() if key not in ("format_version", "digest")}
     torch.save({"format_version": FORMAT_VERSION, "digest": digest(contents), **contents}, buffer)
-    filesystem, path = fsspec.url_to_fs(url)
+    filesystem, path = store_of(url)
     if not isinstance(filesystem, LocalFileSystem):
         until = time.monotonic() + SECONDS_TO_ANSWER + buffer.tell() / BYTES_A_SECOND
         with suppress(FileNotFoundError):  # the first one has no previous
@@ -73,11 +75,22 @@ def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True) -> N
             file.write(buffer.getbuffer())
             file.flush()
             os.fsync(file.fileno())  # the bytes must be on the disk before the name points to them
-        if keep_previous and os.path.exists(path):
-            os.replace(path, previous_url(path))
+        if is_first:
+            _link(temporary, path)  # a rename would replace what another run may just have put there
+        elif keep_previous and os.path.exists(path):
+            with temporary_beside(previous_url(path)) as second:
+                os.replace(second if _link(path, second) else path, previous_url(path))
         os.replace(temporary, path)
-    if os.name == "posix":
-        _force_to_disk(os.path.dirname(path))  # a rename is an entry in the directory, and that must reach the disk too
+    _force_to_disk(os.path.dirname(path))  # a rename is an entry in the directory, and that must reach the disk too
+
+
+def store_of(url: str) -> tuple[Any, str]:
+    """The store that a URL leads to, and the path in it. What begins with no protocol is a path, "::" and all."""
+    protocol = re.match(r"(\w[\w+.-]*)(://|::)", url)
+    if protocol and (protocol[2] == "://" or protocol[1] in fsspec.available_protocols()):
+        filesystem, path = fsspec.url_to_fs(url)
+        return filesystem, path
+    return LocalFileSystem(), LocalFileSystem._strip_protocol(url)
 
 
 @contextmanager
@@ -104,13 +117,15 @@ def load_snapshot(url: str) -> Snapshot:
         OSError: it can't be read for another reason, a refused permission for example.
     """
     try:
-        filesystem, path = fsspec.url_to_fs(url)
+        filesystem, path = store_of(url)
         is_local = isinstance(filesystem, LocalFileSystem)
         file: Any = open(path, "rb") if is_local else io.BytesIO(filesystem.cat_file(path))  # noqa: SIM115
     except FileNotFoundError:
         raise
     except IsADirectoryError as error:
-        raise ValueError(f"{url} is a directory; name a file in it, for example {url}/gpt_snapshot.pt") from error
+        raise DamagedSnapshotError(
+            f"{url} is a directory; name a file in it, for example {url}/gpt_snapshot.pt"
+        ) from error
     except Exception as error:  # each of fsspec's backends raises errors of its own
         raise OSError(f"{url} can't be read ({described(error)})") from error
     with file:
@@ -251,13 +266,13 @@ def prepare(url: str) -> None:
         ValueError: it can't.
     """
     try:
-        filesystem, path = fsspec.url_to_fs(url)
+        filesystem, path = store_of(url)
         is_directory = ask(filesystem, "isdir", path)
         if not is_directory:
             probe = f"{path}.{uuid.uuid4().hex}.tmp"
             if isinstance(filesystem, LocalFileSystem):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                for target in (path, best_url(path)):
+                for target in (path, previous_url(path), best_url(path)):
                     for leftover in glob.glob(f"{glob.escape(target)}.{'[0-9a-f]' * 32}.tmp"):
                         os.unlink(leftover)
             ask(filesystem, "pipe_file", probe, b"can this be written?")
@@ -298,42 +313,21 @@ def ask(filesystem: Any, method: str, *args: Any, until: float | None = None) ->
 
 def stamp(url: str) -> str | None:
     """What changes whenever another file is written to a URL; None where nothing is there."""
-    filesystem, path = fsspec.url_to_fs(url)
+    filesystem, path = store_of(url)
     filesystem.invalidate_cache()
     try:
         if isinstance(filesystem, LocalFileSystem):
             status = os.stat(path)
-            return f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"  # `duplicate` changes its other entries
+            return f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"  # a second name changes its other entries
         return str(ask(filesystem, "info", path))
     except FileNotFoundError:
         return None
 
 
-def duplicate(url: str, target: str) -> None:
-    """Give a snapshot a second name, without writing it again: a hard link, for a file is never changed, only replaced.
-
-    In a store it is a copy that the store makes itself. What was at `target` is replaced as a whole or not at all.
-    """
-    filesystem, path = fsspec.url_to_fs(url)
-    goal = fsspec.url_to_fs(target)[1]
-    if not isinstance(filesystem, LocalFileSystem):
-        ask(filesystem, "cp_file", path, goal)
-        return
-    with temporary_beside(goal) as temporary:
-        try:
-            os.link(path, temporary)
-        except OSError:  # a file system without hard links: there it is written once more
-            shutil.copyfile(path, temporary)
-            _force_to_disk(temporary)
-        os.replace(temporary, goal)
-    if os.name == "posix":
-        _force_to_disk(os.path.dirname(goal))
-
-
 def move(url: str, target: str) -> None:
     """Move a file within its store."""
-    filesystem, path = fsspec.url_to_fs(url)
-    goal = fsspec.url_to_fs(target)[1]
+    filesystem, path = store_of(url)
+    goal = store_of(target)[1]
     if isinstance(filesystem, LocalFileSystem):
         os.makedirs(os.path.dirname(goal), exist_ok=True)
         os.replace(path, goal)
@@ -343,7 +337,7 @@ def move(url: str, target: str) -> None:
 
 def is_same_place(url: str, other: str) -> bool:
     """Whether two URLs are one file; relative paths are those of the working directory."""
-    return bool(fsspec.url_to_fs(url) == fsspec.url_to_fs(other))
+    return store_of(url) == store_of(other)
 
 
 def is_in(url: str, folder: str) -> bool:
@@ -354,12 +348,25 @@ def is_in(url: str, folder: str) -> bool:
 
 def local_path(url: str) -> str | None:
     """The path of a file on this machine's disks; None where a URL leads to a store."""
-    filesystem, path = fsspec.url_to_fs(url)
+    filesystem, path = store_of(url)
     return path if isinstance(filesystem, LocalFileSystem) else None
+
+
+def _link(path: str, name: str) -> bool:
+    """Give a file a second name, unless the name is taken (FileExistsError). False on a file system that has none."""
+    try:
+        os.link(path, name)
+    except FileExistsError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def _force_to_disk(path: str) -> None:
     """Force a file, or a directory's entries, to the disk."""
+    if os.path.isdir(path) and os.name != "posix":
+        return  # such systems can't open a directory
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

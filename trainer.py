@@ -232,7 +232,7 @@ class Trainer:
         Raises:
             ValueError: the snapshot is of another run, or damaged beyond its predecessor.
         """
-        snapshot = self.snapshots.open(self.config.resume, self._check)
+        snapshot = self.snapshots.open(self._check)
         # Read once, by one rank: the others may have no access, and must not see another file. Tensors come one by one.
         snapshot = broadcast_form(snapshot)
         if snapshot is None:
@@ -284,9 +284,7 @@ class Trainer:
         if self.step == 0 and self.config.init_from is not None:
             log.info("starting from the model of %s; its evaluation loss is to be beaten:", self.config.init_from)
             self._evaluate_and_keep_best()
-        elif self._is_due(self.config.eval_every_steps) or 0 < self.step == self.state.best_step:
-            # A stop may have come between save and evaluation; or the best snapshot is the latest, by a second name,
-            # and was written before its loss was known.
+        elif self._is_due(self.config.eval_every_steps):  # a stop may have come between save and evaluation
             self._evaluate_and_keep_best()
         if self.step < self.state.total_steps:
             shape = self.micro_batch_size, self.block_size

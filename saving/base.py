@@ -10,8 +10,7 @@ from data.corpus import read_text
 from distributed import Ranks, broadcast_form, load_weights
 from hugging_face.reading import is_directory, read_directory
 from saving.contents import check_contents, check_model, differences
-from saving.moving import is_half_moved
-from saving.run_snapshots import RunSnapshots, load_own
+from saving.run_snapshots import RunSnapshots
 from snapshot import Snapshot, is_same_place, load_snapshot
 
 log = logging.getLogger(__name__)
@@ -21,10 +20,7 @@ def load_base(settings: TrainerConfig, snapshots: RunSnapshots, ranks: Ranks) ->
     """The model to fine-tune and its vocabulary, read by rank 0 for all; the weights follow in `start_from`."""
     base = None
     if ranks.is_main:
-        own = None
-        if snapshots.is_active and not is_half_moved(snapshots.run_dir):
-            own = load_own(snapshots.url, settings.resume, snapshots.launch_of_restart, check_contents)
-        base = read_base(str(settings.init_from), own)
+        base = read_base(str(settings.init_from), snapshots.newest(check_contents))
     form: Snapshot = broadcast_form(base)
     return form
 

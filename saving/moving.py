@@ -1,26 +1,55 @@
-"""A run that is started over: all files of the old one move together. And the lock on a run directory."""
+"""What a run directory remembers, how a run is moved aside as a whole, and the lock on the directory."""
 
 import logging
 import os
-import posixpath
 from pathlib import Path
+from typing import Any
 
+import yaml  # comes with hydra-core
+
+from console.errors import described
 from snapshot import best_url, is_in, move, previous_url, stamp
 
 log = logging.getLogger(__name__)
 
-RUN_FILES = ("events.out.tfevents.*", "main.log", "config.yaml", "trace.json")  # beside the snapshots
+SNAPSHOT = "gpt_snapshot.pt"
+CONFIG = "config.yaml"  # says where the run keeps its snapshots
+RUN_FILES = ("events.out.tfevents.*", "main.log", "trace.json")  # what else a run leaves beside them
 
 
-def set_aside(run_dir: str, url: str) -> str:
-    """Move all files of a run to one folder in its run directory, which is then a run directory itself.
+def snapshot_url(run_dir: str) -> str:
+    """Where the run in a directory keeps its latest snapshot; ValueError where its config.yaml can't be read."""
+    return str(_read_config(run_dir)["trainer_config"].get("snapshot_path") or Path(run_dir) / SNAPSHOT)
 
-    A snapshot that lies elsewhere stays in its store: it moves to a folder of the same name beside it. A move that is
-    interrupted is finished by the next start.
+
+def _read_config(run_dir: str) -> dict[str, Any]:
+    path = Path(run_dir) / CONFIG
+    try:
+        config: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config["trainer_config"].get("snapshot_path")
+    except FileNotFoundError:  # no run has begun here
+        return {"trainer_config": {}}
+    except Exception as error:  # whatever somebody has written into it
+        raise ValueError(
+            f"{path} doesn't say where the run in this directory keeps its snapshots ({described(error)}); mend it, or "
+            "give this run a directory of its own with hydra.run.dir=runs/NAME"
+        ) from error
+    return config
+
+
+def snapshots_at(url: str) -> list[str]:
+    """The snapshots of a run that are there, beginning with the latest, and what has been found damaged."""
+    usable = [url, previous_url(url), best_url(url)]
+    return [u for u in (*usable, *(f"{u}.damaged" for u in usable)) if stamp(u)]
+
+
+def set_aside(run_dir: str) -> str:
+    """Move all that the run in a directory has written to a folder in it, which is then a run directory itself.
+
+    Snapshots that lie elsewhere stay in their store: they move to a folder of the same name beside them.
 
     Args:
-        run_dir: the run directory; other files in it stay.
-        url: path or fsspec URL of the latest snapshot.
+        run_dir: the run directory; files that no run has written stay.
 
     Returns:
         The folder, run_dir/old-1 or the next free number; "" where there was nothing to move.
@@ -28,11 +57,10 @@ def set_aside(run_dir: str, url: str) -> str:
     Raises:
         ValueError: they can't be moved.
     """
-    folder = Path(run_dir)
-    begun = next(folder.glob("old-*.moving"), None)
-    files = [path for pattern in RUN_FILES for path in folder.glob(pattern)]
-    snapshots = [u for u in (previous_url(url), best_url(url), f"{url}.damaged", url) if stamp(u)]
-    if not (begun or snapshots or any(path.name != "main.log" for path in files)):  # a log alone is this start's own
+    folder, url = Path(run_dir), snapshot_url(run_dir)
+    begun = next(folder.glob("old-*.moving"), None)  # the program was killed in the middle of this
+    snapshots, has_config = snapshots_at(url), (folder / CONFIG).exists()
+    if not (begun or snapshots or has_config):
         return ""
     number = 1
     while (folder / f"old-{number}").exists() or any(stamp(beside(u, f"old-{number}")) for u in snapshots):
@@ -41,13 +69,17 @@ def set_aside(run_dir: str, url: str) -> str:
     name = moving.name.removesuffix(".moving")
     try:
         moving.mkdir(exist_ok=True)
-        for path in files:
-            target = moving / path.name
-            while target.exists():  # of a start between the interrupted move and this one
-                target = target.with_name(f"{target.name}+")
-            os.replace(path, target)
         for u in snapshots:
-            move(u, str(moving / posixpath.basename(u)) if is_in(u, run_dir) else beside(u, name))
+            move(u, beside(u, moving.name if is_in(u, run_dir) else name))
+        for path in [path for pattern in RUN_FILES for path in folder.glob(pattern)]:
+            os.replace(path, moving / path.name)
+        if has_config:  # last: until then it says what is still to be moved
+            config = _read_config(run_dir)
+            if config["trainer_config"].get("snapshot_path"):
+                config["trainer_config"]["snapshot_path"] = beside(url, name)
+            text = yaml.safe_dump(config, allow_unicode=True, sort_keys=False)
+            (moving / CONFIG).write_text(text, encoding="utf-8")
+            (folder / CONFIG).unlink()
         moving.rename(folder / name)
     except OSError as error:
         raise ValueError(
@@ -57,15 +89,16 @@ def set_aside(run_dir: str, url: str) -> str:
     return str(folder / name)
 
 
+def finish_moving(run_dir: str) -> None:
+    """If the program was killed in the middle of `set_aside`, do the rest: the order to start over still holds."""
+    if any(Path(run_dir).glob("old-*.moving")):
+        log.info("moved the run that was to be started over to %s", set_aside(run_dir))
+
+
 def beside(url: str, name: str) -> str:
     """Where a file moves to from its place: a folder of that name there."""
     folder, slash, file = url.rpartition("/")
     return f"{folder}{slash}{name}/{file}"
-
-
-def is_half_moved(run_dir: str) -> bool:
-    """Whether the program was killed in the middle of `set_aside`."""
-    return any(Path(run_dir).glob("old-*.moving"))
 
 
 def lock(run_dir: str) -> None:

@@ -11,18 +11,21 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from config import TrainerConfig
 from console.errors import described
 from distributed import Ranks
-from saving.moving import beside, is_half_moved, set_aside
+from saving.moving import SNAPSHOT, finish_moving, set_aside, snapshot_url, snapshots_at
 from snapshot import (
+    DamagedSnapshotError,
     Snapshot,
     best_url,
-    duplicate,
     is_in,
+    is_same_place,
     load_newest,
     load_snapshot,
+    local_path,
+    move,
     prepare,
-    previous_url,
     save_snapshot,
     stamp,
 )
@@ -42,22 +45,31 @@ class RunSnapshots:
     Rank 0 keeps them. On the other ranks, and in a dry run, nothing is read and nothing is written.
 
     Args:
-        run_dir: the run directory.
-        url: path or fsspec URL of the latest; None: gpt_snapshot.pt in the run directory.
+        run_dir: the run directory. If a run that was in it is half moved aside, the other half follows first.
+        settings: snapshot_path is the place of the latest; None: where the run in this directory has it, or
+            gpt_snapshot.pt in the directory. With resume=False that run is moved aside; yet a launch that the launcher
+            has started again goes on from what it has written itself. A dry_run leaves all files alone.
         ranks: this process's place among the ranks, and the launch that it belongs to.
-        dry_run: whether this start leaves all files alone.
 
     Attributes:
+        url, best_url: where the latest and the best are, absolute.
+        setting: the snapshot_path for config.yaml to remember; None also here for the run directory, which may move.
         errors: by URL, why the last save there failed; empty while all is well.
         last_step: the optimizer step of the latest snapshot; None where there is none.
     """
 
-    def __init__(self, run_dir: str, url: str | None, ranks: Ranks, dry_run: bool = False):
-        self.run_dir, self.url = run_dir, url or str(Path(run_dir) / "gpt_snapshot.pt")
-        self.is_active = ranks.is_main and not dry_run
+    def __init__(self, run_dir: str, settings: TrainerConfig, ranks: Ranks):
+        self.run_dir, self.resume = run_dir, settings.resume
+        self.is_active = ranks.is_main and not settings.dry_run
+        if self.is_active:
+            finish_moving(run_dir)
+        own = str(Path(run_dir) / SNAPSHOT)
+        url = settings.snapshot_path or (snapshot_url(run_dir) if self.resume else own)
+        self.url = local_path(url) or url  # absolute: the next start may come from another working directory
+        self.setting = None if is_same_place(self.url, own) else self.url
+        self.best_url = best_url(self.url)
         self.launch_of_restart = ranks.launch if ranks.is_restart else None
         self.written_by = {"directory": os.path.abspath(run_dir), "launch": ranks.launch}  # "run" in every snapshot
-        self.best_url = best_url(self.url)
         self.errors: dict[str, str] = {}
         self.last_step: int | None = None
         self._stamps: dict[str, str | None] = {}  # by URL, what this process has last found or written there
@@ -70,14 +82,12 @@ class RunSnapshots:
         """
         if not self.is_active:
             return
+        if is_best and self.last_step is None:  # the best one alone would be what is left of a run whose latest is lost
+            self.save(state)
         url = self.best_url if is_best else self.url
         try:
-            self._check_owner(url)
-            # Just saved: the same file, by a second name.
-            if is_best and state["step"] == self.last_step and self._stamps.get(self.url):
-                duplicate(self.url, url)
-            else:
-                save_snapshot({**state, "run": self.written_by}, url, keep_previous=not is_best)
+            is_first = self._make_way(url)
+            save_snapshot({**state, "run": self.written_by}, url, not is_best, is_first)
             self._stamps[url] = stamp(url)
             self.last_step = self.last_step if is_best else state["step"]
             self.errors.pop(url, None)
@@ -87,86 +97,106 @@ class RunSnapshots:
             self.errors[url] = f"{url}: {described(error)}"
             log.error("step %d could not be saved, training goes on: %s", state["step"], self.errors[url])
 
-    def open(self, resume: bool, check: Check) -> Snapshot | None:
+    def open(self, check: Check) -> Snapshot | None:
         """Get ready for saving, and find the snapshot to go on from, with the best one's loss and step as "best".
 
         Args:
-            resume: False moves the run that is there aside. A launch that the launcher has started again goes on from
-                what it has written itself all the same.
             check: raises ValueError unless this run can go on from a snapshot, DamagedSnapshotError where nobody can.
 
         Raises:
-            ValueError: the snapshot is of another run, or damaged beyond its predecessor; nothing can be saved there.
+            ValueError: there are snapshots, and this run can't go on from them; or nothing can be saved there.
         """
         if not self.is_active:
             return None
         prepare(self.url)
-        is_restart = self.launch_of_restart is not None
         # First, and only two numbers of it: otherwise two whole snapshots would be in memory at once.
-        best_loss, best_step, problem = self._best_so_far(check) if resume or is_restart else (None, 0, "")
-        snapshot = load_own(self.url, resume, self.launch_of_restart, check)
-        # Restarted before its first save, a launch finds its own log and curves, and nothing else.
-        is_fresh = is_restart and not any(map(stamp, (self.url, previous_url(self.url), self.best_url)))
-        goes_on = resume or snapshot is not None or is_fresh
-        if is_half_moved(self.run_dir) or not goes_on:
-            folder = set_aside(self.run_dir, self.url)
-            if folder:
-                log.info("moved the run that was there to %s; to go on with it: %s", folder, self._command(folder))
-            snapshot = None
-        if snapshot is not None:
+        best, problem = self._best_so_far(check)
+        snapshot = self.newest(check)
+        if snapshot is None:
+            self._begin()
+        else:
             self._check_directory(snapshot)
             if problem:
                 log.warning("no usable best snapshot, the next evaluation makes one: %s", problem)
-            if best_loss is None and best_step != snapshot["step"]:
-                best_loss, best_step = snapshot["best_eval_loss"], snapshot["best_step"]
-            snapshot["best"] = math.inf if best_loss is None else best_loss, best_step
+            snapshot["best"] = best or (snapshot["best_eval_loss"], snapshot["best_step"])
             self.last_step = snapshot["step"]
             log.info("going on from %s after step %d", self.url, snapshot["step"])
         self._stamps = {url: stamp(url) for url in (self.url, self.best_url)}
         return snapshot
 
-    def _best_so_far(self, check: Check) -> tuple[float | None, int, str]:
-        """(Loss, step, why it can't be used) of the best snapshot, which may be newer than the latest.
-
-        In a step that is both saved and evaluated, the latest snapshot is written first. If the evaluation finds that
-        it is the best, the best snapshot is a second name of the same file, in which the best loss is still an older
-        one; the loss is None then. Later snapshots have it. If there is no later one, the run goes on from this very
-        step, and evaluates it again (`Trainer._start`).
-        """
-        url = self.best_url
+    def newest(self, check: Check) -> Snapshot | None:
+        """The snapshot that the run goes on from, if there is one; `check` and errors as in `open`."""
+        if not self.is_active or not (self.resume or self.launch_of_restart):
+            return None
         try:
-            best = load_snapshot(url)
-            check(best, url)
-        except FileNotFoundError:  # there was no evaluation yet
-            return math.inf, 0, ""
-        except ValueError as error:  # damaged, or of another run
-            return math.inf, 0, str(error)
-        is_known = best["best_step"] == best["step"]
-        return best["best_eval_loss"] if is_known else None, best["step"], ""
+            snapshot = load_newest(self.url, check)
+        except ValueError:
+            if self.resume:
+                raise
+            return None
+        if snapshot is not None and not self.resume and snapshot.get("run", {}).get("launch") != self.launch_of_restart:
+            return None
+        return snapshot
 
-    def _command(self, folder: str) -> str:
-        """What to type to go on with a run that was moved to a folder."""
-        words = ["python", "main.py", f"hydra.run.dir={folder}"]
-        if not is_in(self.url, self.run_dir):
-            words.append(f"trainer_config.snapshot_path={beside(self.url, Path(folder).name)}")
-        return shlex.join(words)
+    def _best_so_far(self, check: Check) -> tuple[tuple[float, int] | None, str]:
+        """(Loss, step) of the best snapshot, None where only the latest knows them; and why it can't be used."""
+        try:
+            best = load_snapshot(self.best_url)
+            check(best, self.best_url)
+        except FileNotFoundError:  # there was no evaluation yet
+            return (math.inf, 0), ""
+        except ValueError as error:  # damaged, or of another run
+            return (math.inf, 0), str(error)
+        # Former versions gave the latest a second name, before its loss was known.
+        return (best["best_eval_loss"], best["best_step"]) if best["best_step"] == best["step"] else None, ""
+
+    def _begin(self) -> None:
+        """Make room for a new run, and never in silence: what the directory says of an old one counts."""
+        old = snapshot_url(self.run_dir)
+        kept = [url for url in snapshots_at(old) if not url.endswith(".damaged")]
+        taken = [] if is_same_place(old, self.url) else snapshots_at(self.url)
+        if self.resume and kept:
+            raise ValueError(
+                f"the run in {self.run_dir} has {kept[0]}, and no snapshot to go on from at {self.url}; to go on, say "
+                f"trainer_config.snapshot_path={kept[0]}; to start over, trainer_config.resume=false, which moves it "
+                "aside"
+            )
+        if taken:
+            raise ValueError(
+                f"{taken[0]} is there, and not from the run in {self.run_dir}; move it away, or name another place "
+                "with trainer_config.snapshot_path"
+            )
+        # Restarted before its first save, a launch finds its own log and curves, and nothing else.
+        if not self.resume and (kept or self.launch_of_restart is None):
+            folder = set_aside(self.run_dir)
+            if folder:
+                command = shlex.join(["python", "main.py", f"hydra.run.dir={folder}"])
+                log.info("moved the run that was there to %s; to go on with it: %s", folder, command)
 
     def _check_directory(self, snapshot: Snapshot) -> None:
         """Raise ValueError where a snapshot outside of the run directory belongs to the run in another one."""
         other = snapshot["run"]["directory"]
-        if not is_in(self.url, self.run_dir) and os.path.realpath(other) != os.path.realpath(self.run_dir):
+        is_ours = is_in(self.url, self.run_dir) or os.path.realpath(other) == os.path.realpath(self.run_dir)
+        if not is_ours and Path(other).is_dir() and not is_same_place(snapshot_url(other), self.url):
+            is_ours = is_same_place(snapshot_url(self.run_dir), self.url)  # moved aside, out of that directory
+        if not is_ours:
             raise ValueError(
                 f"{self.url} holds step {snapshot['step']} of the run in {other}, and this run's directory is "
                 f"{self.written_by['directory']}; go on with that run by hydra.run.dir={other}, or give this one "
                 "another trainer_config.snapshot_path"
             )
 
-    def _check_owner(self, url: str) -> None:
-        """Raise RunError where another run has written to a URL since this one last did."""
+    def _make_way(self, url: str) -> bool:
+        """Whether nothing is at a URL. What is damaged there moves off it; RunError if another run has written it."""
         present = stamp(url)
         if present is None or present == self._stamps.get(url):
-            return
-        other = load_snapshot(url)
+            return present is None
+        try:
+            other = load_snapshot(url)
+        except DamagedSnapshotError as error:
+            log.warning("%s; it is kept as %s.damaged", error, url)
+            move(url, f"{url}.damaged")
+            return True
         written_by = other.get("run")
         writer = written_by if isinstance(written_by, dict) else {}
         if writer != self.written_by:  # equal: a save that seemed to have failed has arrived after all
@@ -175,29 +205,4 @@ class RunSnapshots:
                 f"this run ({self.written_by['directory']}) does not overwrite it; give each run its own "
                 "trainer_config.snapshot_path, or none, and its own hydra.run.dir"
             )
-
-
-def load_own(url: str, resume: bool, launch: str | None, check: Check) -> Snapshot | None:
-    """The snapshot that a run goes on from, if there is one.
-
-    Args:
-        url: path or fsspec URL of the latest.
-        resume: whether the run may go on from whatever is there.
-        launch: a launch that was told to start over (resume is False), and was restarted, goes on from what it has
-            written itself, and from nothing else; None: it was not restarted.
-        check: see `load_newest`.
-
-    Raises:
-        ValueError: resume is True, and all snapshots that there are can't be used.
-    """
-    if not resume and launch is None:
-        return None
-    try:
-        snapshot = load_newest(url, check)
-    except ValueError:
-        if resume:
-            raise
-        return None
-    if snapshot is not None and not resume and snapshot.get("run", {}).get("launch") != launch:
-        return None
-    return snapshot
+        return False

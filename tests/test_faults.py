@@ -441,10 +441,10 @@ def test_a_best_snapshot_does_not_make_up_for_the_last(tmp_path):
         import main
         from saving import run_snapshots
         save = run_snapshots.save_snapshot
-        def refuse(state, url, keep_previous=True):
+        def refuse(state, url, keep_previous=True, is_first=False):
             if keep_previous:
                 raise OSError("no room")
-            save(state, url, keep_previous)
+            save(state, url, keep_previous, is_first)
         run_snapshots.save_snapshot = refuse
         main.main()
         """

@@ -1,6 +1,7 @@
 """The files of one run: started over, moved aside, shared by mistake, or of odd content."""
 
 import dataclasses
+import errno
 import itertools
 import logging
 import math
@@ -10,7 +11,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ import pytest
 import torch
 from alterations import alterations
 from conftest import PROJECT, SAMPLE_TEXT, TINY_RUN, contents, memory_of_this_process, read_losses, run_program, train
+from omegaconf import OmegaConf
 from test_snapshot import s3_bucket, url  # noqa: F401 (fixtures)
 from test_trainer import make_trainer, world_of_one
 
 import generate
 import snapshot as snapshot_module
+from config import TrainerConfig
+from distributed import Ranks
 from saving.finding import load_model
 from saving.moving import set_aside
-from saving.run_snapshots import RunError, load_own
+from saving.run_snapshots import RunError, RunSnapshots
 from snapshot import FORMAT_VERSION, best_url, load_snapshot, previous_url, save_snapshot
 
 
@@ -41,6 +45,16 @@ def old_run(tmp_path_factory) -> Path:
 @pytest.fixture
 def copied_run(old_run, tmp_path) -> Path:
     return Path(shutil.copytree(old_run, tmp_path / "run"))
+
+
+def move_out(run_dir: Path, path: Path) -> None:
+    """Let a run keep its snapshots elsewhere: as if it had been started with that snapshot_path."""
+    path.parent.mkdir()
+    for place in (str, previous_url, best_url):
+        Path(place(str(run_dir / "gpt_snapshot.pt"))).rename(place(str(path)))
+    config = OmegaConf.load(run_dir / "config.yaml")
+    config.trainer_config.snapshot_path = str(path)
+    OmegaConf.save(config, run_dir / "config.yaml")
 
 
 # ------------------------------------------------------------------------------------ starting over
@@ -113,7 +127,7 @@ def test_fine_tuning_after_an_interrupted_move_starts_from_its_base(old_run, cop
 def test_a_first_start_leaves_no_empty_run_behind(tmp_path):
     """Catches resume=false in a new directory that moves this start's own log aside."""
     (tmp_path / "main.log").write_text("downloaded tiny-shakespeare")
-    assert set_aside(str(tmp_path), str(tmp_path / "gpt_snapshot.pt")) == ""
+    assert set_aside(str(tmp_path)) == ""
     assert [path.name for path in tmp_path.iterdir()] == ["main.log"]
 
 
@@ -141,34 +155,46 @@ def test_a_dry_run_leaves_damaged_snapshots_alone(copied_run, tmp_path):
     assert contents(copied_run) == before
 
 
-@pytest.mark.parametrize("moved", range(7))
-def test_a_move_that_was_interrupted_is_finished(copied_run, tmp_path, monkeypatch, moved):
-    """Catches a kill in the middle of starting over that leaves the old run in two places, or half of it in use."""
-    before, replace, done = contents(copied_run), os.replace, itertools.count()
+@pytest.mark.parametrize("done", range(8))
+@pytest.mark.parametrize("is_outside", [False, True])
+def test_a_move_that_was_interrupted_is_finished(copied_run, tmp_path, monkeypatch, done, is_outside):
+    """Catches a kill in the middle of starting over that leaves the old run in two places, or half of it in use.
 
-    def dying(source, target):
-        if next(done) == moved:
-            raise KeyboardInterrupt
-        replace(source, target)
+    And one that is compared with a start that has another model first: "another run", and no way out.
+    """
+    outside = f"trainer_config.snapshot_path={tmp_path / 'store' / 'mine.pt'}"
+    if is_outside:
+        move_out(copied_run, tmp_path / "store" / "mine.pt")
+    before, count = contents(copied_run) | contents(tmp_path / "store"), itertools.count()
 
-    monkeypatch.setattr(os, "replace", dying)
-    snapshot = str(copied_run / "gpt_snapshot.pt")
-    if moved < len(before):
-        with pytest.raises(KeyboardInterrupt):
-            set_aside(str(copied_run), snapshot)
-    monkeypatch.setattr(os, "replace", replace)
-    new_log = moved < len(before) and not (copied_run / "main.log").exists()
-    if new_log:
-        (copied_run / "main.log").write_text("what the next start had to say first")
-    with world_of_one() as ranks:
-        trainer = make_trainer(copied_run, ranks=ranks)
-        trainer.resume()  # resume=true: the order to start over holds until it is carried out
-    assert trainer.step == (0 if moved < len(before) else 20)
-    if moved < len(before):
-        aside = contents(copied_run / "old-1")
-        assert before.items() <= aside.items()
-        assert aside.keys() - before.keys() == ({"main.log+"} if new_log else set())
+    def deadly(function: Callable[..., Any]) -> Callable[..., Any]:
+        def dying(*paths: Any) -> Any:
+            if next(count) == done:
+                raise KeyboardInterrupt
+            return function(*paths)
+
+        return dying
+
+    with monkeypatch.context() as patch:
+        for name in ("replace", "unlink", "rename"):  # five files, config.yaml's old place, the folder's name
+            patch.setattr(os, name, deadly(getattr(os, name)))
+        if done < 7:
+            with pytest.raises(KeyboardInterrupt):
+                set_aside(str(copied_run))
+    with world_of_one() as ranks:  # resume=true: the order to start over holds until it is carried out
+        trainer = make_trainer(copied_run, *([] if done == 7 else ["gpt_config.n_embd=32"]), ranks=ranks)
+        trainer.resume()
+    assert trainer.step == (20 if done == 7 else 0)
+    if done < 7:
         assert sorted(path.name for path in copied_run.iterdir()) == ["old-1"]
+        aside = contents(copied_run / "old-1") | contents(tmp_path / "store" / "old-1")
+        assert {**before, "config.yaml": aside["config.yaml"]} == aside
+        with world_of_one() as ranks:
+            old = make_trainer(copied_run / "old-1", ranks=ranks)
+            old.resume()
+        assert old.step == 20
+        with world_of_one() as ranks, pytest.raises(ValueError, match="holds step 20") if is_outside else nullcontext():
+            make_trainer(tmp_path / "other", outside.replace("mine", "old-1/mine"), ranks=ranks).resume()
 
 
 def test_a_launch_knows_its_own_snapshots(tmp_path):
@@ -176,7 +202,8 @@ def test_a_launch_knows_its_own_snapshots(tmp_path):
     path = str(tmp_path / "gpt_snapshot.pt")
 
     def found(resume: bool, launch: str | None) -> bool:
-        return load_own(path, resume, launch, lambda *_: None) is not None
+        ranks = Ranks(0, 0, 1, torch.device("cpu"), launch or "c", is_restart=launch is not None)
+        return RunSnapshots(str(tmp_path), TrainerConfig(resume=resume), ranks).newest(lambda *_: None) is not None
 
     save_snapshot({"step": 1, "run": {"launch": "a"}}, path)
     assert [found(True, None), found(True, "b"), found(False, "a")] == [True] * 3
@@ -188,6 +215,117 @@ def test_a_launch_knows_its_own_snapshots(tmp_path):
     assert not found(False, "a")  # to start over, nothing of what is there is needed
     with pytest.raises(ValueError, match="no usable snapshot is left"):
         found(True, None)
+
+
+# ------------------------------------------------------------------------------------ what a run directory remembers
+
+
+@pytest.mark.parametrize("is_outside", [False, True])
+def test_a_run_whose_latest_is_gone_is_not_begun_afresh(copied_run, tmp_path, is_outside):
+    """Catches step 0 without a word where a run lies, and its best snapshot overwritten by a worse one."""
+    latest = tmp_path / "store" / "mine.pt" if is_outside else copied_run / "gpt_snapshot.pt"
+    if is_outside:
+        move_out(copied_run, latest)
+    latest.unlink()
+    Path(previous_url(str(latest))).unlink()
+    best = best_url(str(latest))
+    before, best_step = contents(tmp_path), load_snapshot(best)["step"]
+    refused = train(copied_run)
+    assert refused.returncode == 1
+    line = f"error: the run in {copied_run} has {best}, and no snapshot to go on from at {latest}; to go on, say "
+    assert refused.stderr.splitlines()[-1].startswith(f"{line}trainer_config.snapshot_path={best}; to start over, ")
+    assert contents(tmp_path) == before
+    with world_of_one() as ranks:
+        going_on = make_trainer(copied_run, f"trainer_config.snapshot_path={best}", ranks=ranks)
+        if not is_outside:  # outside, a snapshot names its directory, and this copied one names another
+            going_on.resume()
+            assert going_on.step == best_step
+        make_trainer(copied_run, "trainer_config.resume=false", ranks=ranks).resume()
+    assert not Path(best).exists()
+
+
+@pytest.mark.parametrize("resume", ["true", "false"])
+def test_another_snapshot_path_is_no_fresh_start(copied_run, tmp_path, resume):
+    """Catches a run that begins again in the same directory, and snapshots of others moved away to make room."""
+    elsewhere = tmp_path / "elsewhere.pt"
+    if resume == "false":
+        elsewhere.write_text("somebody's")
+    before = contents(tmp_path)
+    refused = train(copied_run, f"trainer_config.snapshot_path={elsewhere}", f"trainer_config.resume={resume}")
+    assert refused.returncode == 1
+    named = str(copied_run / "gpt_snapshot.pt" if resume == "true" else elsewhere)
+    assert named in refused.stderr.splitlines()[-1]
+    assert contents(tmp_path) == before
+
+
+def test_a_directory_knows_where_its_snapshots_are(tmp_path, monkeypatch):
+    """Catches a place that counts only while it is typed: a run begun again, or half of it moved aside.
+
+    The new command names no place, or another one, and comes from another working directory.
+    """
+    run_dir, store = tmp_path / "run", tmp_path / "store"
+    store.mkdir()
+    first = train(run_dir, "trainer_config.snapshot_path=mine.pt", "trainer_config.max_steps=10", cwd=store)
+    assert first.returncode == 0, first.stderr
+    names = {"mine.pt", "mine.prev.pt", "mine.best.pt"}
+    assert {path.name for path in store.iterdir()} == names
+    prolonged = train(run_dir, "trainer_config.max_steps=15")
+    assert f"going on from {store / 'mine.pt'} after step 10" in prolonged.stderr
+    files = contents(run_dir)
+    over = train(run_dir, "trainer_config.resume=false", "trainer_config.max_steps=5")
+    assert over.returncode == 0, over.stderr
+    assert {path.name for path in (store / "old-1").iterdir()} == names
+    assert contents(run_dir / "old-1").keys() == files.keys()
+    assert (run_dir / "gpt_snapshot.pt").exists()
+    again = train(run_dir, "trainer_config.resume=false", f"trainer_config.snapshot_path={store / 'mine.pt'}")
+    assert again.returncode == 0, again.stderr
+    assert load_snapshot(str(run_dir / "old-2" / "gpt_snapshot.pt"))["step"] == 5
+    going_on = train(run_dir / "old-1", "trainer_config.max_steps=20")
+    assert f"going on from {store / 'old-1' / 'mine.pt'} after step 15" in going_on.stderr
+    assert going_on.returncode == 0, going_on.stderr
+
+
+@pytest.mark.parametrize("content", ["trainer_config: 3", "[", "trainer_config: {snapshot_path: ["])
+def test_a_config_that_can_t_be_read_is_one_line(copied_run, content):
+    """Catches a traceback, and a run that is begun afresh because nobody knows where it is."""
+    (copied_run / "config.yaml").write_text(content)
+    with world_of_one() as ranks, pytest.raises(ValueError, match=r"^[^\n]*config\.yaml doesn't say where[^\n]*$"):
+        make_trainer(copied_run, ranks=ranks)
+
+
+@pytest.mark.parametrize("is_best", [False, True])
+@pytest.mark.parametrize("damage", ["cut off", "a directory"])
+def test_a_snapshot_damaged_in_mid_run_costs_no_later_save(tmp_path, caplog, is_best, damage):
+    """Catches a run that can't save any more, and loses its end, because of one file that somebody has broken."""
+    with world_of_one() as ranks:
+        trainer = make_trainer(tmp_path, ranks=ranks)
+        trainer.resume()
+        for trainer.state.step in (5, 10):
+            trainer._save()
+            trainer._save(is_best=True)
+        path = Path(trainer.snapshots.best_url if is_best else trainer.snapshots.url)
+        if damage == "cut off":
+            path.write_bytes(path.read_bytes()[:-100])
+        else:
+            path.unlink()
+            path.mkdir()
+        trainer.state.step = 15
+        trainer._save(is_best)
+    assert trainer.snapshots.errors == {}
+    assert f"it is kept as {path}.damaged" in caplog.text
+    assert load_snapshot(str(path))["step"] == 15
+    assert load_snapshot(str(tmp_path / "gpt_snapshot.prev.pt"))["step"] == 5  # never the damaged one
+
+
+@pytest.mark.parametrize("name", ["a::b", "s3::run", "memory:"])
+def test_a_path_is_a_path(tmp_path, name):
+    """Catches a run directory that is taken for a chain of URLs: the latest and the best one file somewhere else."""
+    run_dir = tmp_path / name / "run"
+    run = train(run_dir, "trainer_config.max_steps=5")
+    assert run.returncode == 0, run.stderr
+    assert {path.name for path in run_dir.glob("*.pt")} == {"gpt_snapshot.pt", "gpt_snapshot.best.pt"}
+    assert train(run_dir, "trainer_config.max_steps=5", "trainer_config.resume=false").returncode == 0
+    assert load_snapshot(str(run_dir / "old-1" / "gpt_snapshot.pt"))["step"] == 5
 
 
 # ------------------------------------------------------------------------------------ two runs, one place
@@ -212,6 +350,45 @@ def test_two_runs_never_overwrite_each_other(url, tmp_path):  # noqa: F811
         first._save()  # the first is undisturbed
     assert (load_snapshot(url)["step"], load_snapshot(previous_url(url))["step"]) == (10, 5)
     assert load_snapshot(best_url(url))["run"]["directory"] == str(tmp_path / "first")
+
+
+def test_two_runs_that_save_at_the_same_moment(tmp_path, monkeypatch):
+    """Catches a snapshot that is taken away between the other run's look at the owner and its rename."""
+    settings = [f"trainer_config.snapshot_path={tmp_path / 'shared.pt'}"]
+    with world_of_one() as ranks:
+        first, second = (make_trainer(tmp_path / name, *settings, ranks=ranks) for name in ("first", "second"))
+        for trainer in (first, second):
+            trainer.resume()
+            trainer.state.step = 5
+        make_way = first.snapshots._make_way
+
+        def overtaken(url: str) -> bool:
+            is_first = make_way(url)
+            second._save()
+            return is_first
+
+        monkeypatch.setattr(first.snapshots, "_make_way", overtaken)
+        first._save()
+        assert list(tmp_path.glob("shared*")) == [tmp_path / "shared.pt"]
+        assert load_snapshot(str(tmp_path / "shared.pt"))["run"]["directory"] == str(tmp_path / "second")
+        assert "File exists" in str(first.snapshots.errors)
+        monkeypatch.setattr(first.snapshots, "_make_way", make_way)
+        with pytest.raises(RunError, match="of another run"):
+            first._save()
+
+
+def test_a_file_system_without_hard_links(tmp_path, monkeypatch):
+    """Catches a memory stick or a network disk on which no snapshot can be saved, or none is kept as the previous."""
+
+    def refuse(*_: str) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = str(tmp_path / "gpt_snapshot.pt")
+    for step in (1, 2, 3):
+        save_snapshot({"step": step}, path, is_first=step == 1)
+    assert (load_snapshot(path)["step"], load_snapshot(previous_url(path))["step"]) == (3, 2)
+    assert len([*tmp_path.iterdir()]) == 2
 
 
 def test_a_run_in_another_directory_does_not_take_a_snapshot_over(url, tmp_path):  # noqa: F811
@@ -579,6 +756,8 @@ def test_resuming_needs_the_memory_of_two_snapshots_at_most(tmp_path):
     script = """
 import resource, sys
 from pathlib import Path
+from omegaconf import OmegaConf
+from test_snapshot import s3_bucket, url  # noqa: F401 (fixtures)
 from test_trainer import make_trainer, world_of_one
 folder = Path(sys.argv[1])
 sizes = ["gpt_config.n_embd=512", "gpt_config.n_layer=4", "trainer_config.batch_size=1"]

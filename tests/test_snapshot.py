@@ -163,7 +163,8 @@ def test_set_aside_loses_nothing(url, tmp_path):
         files = [filesystem.cat_file(fsspec.url_to_fs(u)[1]) for u in (url, previous_url(url), best_url(url))]
         run_dir.mkdir(exist_ok=True)
         (run_dir / "main.log").write_text(f"step {step}")
-        folder = Path(set_aside(str(run_dir), url))
+        (run_dir / "config.yaml").write_text(f"trainer_config: {{snapshot_path: '{url}'}}")
+        folder = Path(set_aside(str(run_dir)))
         assert (folder / "main.log").read_text() == f"step {step}"
         place = path.rsplit("/", 1)[0]
         names = [f"{place}/{folder.name}/{name}" for name in ("gpt_snapshot.pt", "gpt_snapshot.prev.pt", BEST)]

@@ -986,23 +986,27 @@ def test_the_end_is_saved_before_the_last_evaluation(alone, tmp_path, monkeypatc
     assert load_snapshot(str(tmp_path / "gpt_snapshot.prev.pt"))["step"] == 5
 
 
-def test_a_state_is_written_once(alone, tmp_path, monkeypatch):
-    """Catches a step that serialises and writes its state twice, as the latest snapshot and as the best."""
+def test_the_best_snapshot_is_a_file_of_its_own(alone, tmp_path, monkeypatch):
+    """Catches one damaged file that is two snapshots, and a best one that doesn't know its own loss.
+
+    And a best one alone, which looks like a run whose latest was lost; it comes first where evaluations are frequent.
+    """
     written = []
 
-    def save(state: dict[str, Any], url: str, keep_previous: bool) -> None:
+    def save(state: dict[str, Any], url: str, *how: bool) -> None:
         written.append((state["step"], url))
-        save_snapshot(state, url, keep_previous)
+        save_snapshot(state, url, *how)
 
     monkeypatch.setattr(run_snapshots, "save_snapshot", save)
-    monkeypatch.setattr(run_snapshots, "duplicate", lambda url, target: written.append(("a second name", target)))
-    settings = ["trainer_config.eval_every_steps=3", "trainer_config.max_steps=5"]
-    trainer = make_trainer(tmp_path, *settings, ranks=alone)
+    trainer = make_trainer(tmp_path, "trainer_config.eval_every_steps=3", "trainer_config.max_steps=5", ranks=alone)
     losses = iter([3.0, 2.0])
     monkeypatch.setattr(trainer, "evaluate", lambda: next(losses))
     trainer.fit()
     latest, best = str(tmp_path / "gpt_snapshot.pt"), str(tmp_path / "gpt_snapshot.best.pt")
-    assert written == [(3, best), (5, latest), ("a second name", best)]
+    assert written == [(3, latest), (3, best), (5, latest), (5, best)]
+    assert not Path(latest).samefile(best)
+    kept = load_snapshot(best)
+    assert (kept["step"], kept["best_step"], kept["best_eval_loss"]) == (5, 5, 2.0)
 
 
 def test_the_best_loss_of_a_shared_file_is_known_after_a_restart(alone, tmp_path, monkeypatch):

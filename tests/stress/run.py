@@ -385,13 +385,13 @@ def save_and_die(url: str, step: int, operation: int, after: bool) -> None:
 
         return wrapper
 
-    os.replace, os.fsync = deadly(os.replace), deadly(os.fsync)
+    os.replace, os.fsync, os.link = deadly(os.replace), deadly(os.fsync), deadly(os.link)
     save_snapshot(state(step, 1000), url)
 
 
 def kill_between_operations(stress: Stress, folder: Path) -> None:
     """Kill at every boundary of a save, which random moments seldom hit; also where the newest file is damaged."""
-    row = stress.row("SIGKILL before and after each fsync and rename of a save; newest file whole, damaged or missing")
+    row = stress.row("SIGKILL before and after each fsync, link and rename of a save; newest whole, damaged or missing")
     url = str(folder / "gpt_snapshot.pt")
     for newest in ("whole", "damaged", "missing"):
         operation = 0
@@ -994,7 +994,98 @@ def killed_while_starting_over(stress: Stress, run_dir: Path, moments: list[str]
     return f"exit code {code}: {last_words(run_dir)}" if code else ""
 
 
-# ------------------------------------------------------------------------------------------------ 9. odd contents
+# ------------------------------------------------------------------------------------- 9. what a directory remembers
+
+
+def remember(stress: Stress) -> None:
+    """Runs whose latest snapshot is gone, or whose snapshots lie elsewhere, or are broken in mid-run; an odd name."""
+    lost_latest(stress)
+    start_over_outside(stress)
+    break_in_mid_run(stress)
+    odd_name(stress)
+
+
+def lost_latest(stress: Stress) -> None:
+    """A start where only the best snapshot is left, or that names another place: refused, and nothing is touched."""
+    row = stress.row("latest and previous deleted, or another snapshot_path typed: one line, and nothing is touched")
+    for number in range(6):
+        run_dir = Path(shutil.copytree(stress.alone, stress.folder / f"lost-{number}"))
+        typed = [f"trainer_config.snapshot_path={stress.folder / 'elsewhere.pt'}"] if number % 2 else []
+        if not typed:
+            for name in ("gpt_snapshot.pt", "gpt_snapshot.prev.pt"):
+                (run_dir / name).unlink()
+        before = contents(run_dir)
+        with running(run_dir, *typed, launcher=ALONE if number < 4 else TWO_RANKS[:-1]) as process:
+            code = process.wait(600)
+        is_told = re.search(r"^error: the run in .* has .*; to go on, say .*; to start over, ", output(run_dir), re.M)
+        problem = "" if code == 1 and is_told else f"exit code {code}: {last_words(run_dir)}"
+        row.add(problem or ("" if contents(run_dir) == before else "files have changed"))
+
+
+def start_over_outside(stress: Stress) -> None:
+    """As `start_over`, for runs whose snapshots lie outside, at a place that the new command doesn't name."""
+    row = stress.row("the same where the old run's snapshots lie elsewhere; the old run goes on by its directory")
+    store = stress.folder / "store"
+    for number, moments in enumerate((["during"], ["during", "during"], ["before", "after"]), 1):
+        run_dir, place = stress.folder / f"outside-{number}", store / str(number)
+        settings = [*SHORTER, "trainer_config.seed=2", f"trainer_config.snapshot_path={place / 'mine.pt'}"]
+        with running(run_dir, *settings, launcher=ALONE) as process:
+            problem = f"exit code {process.wait(600)}: {last_words(run_dir)}" if process.wait(600) else ""
+        before = contents(place)
+        problem = problem or killed_while_starting_over(stress, run_dir, moments)
+        problem = problem or run_difference(run_dir, stress.short)
+        if contents(place) != {f"old-1/{name}": content for name, content in before.items()}:
+            problem = f"{problem} the old run's snapshots: {[*contents(place)]}".lstrip()
+        with running(run_dir / "old-1", *settings[:-1], launcher=ALONE) as process:
+            if process.wait(600) or "already finished" not in output(run_dir / "old-1"):
+                problem = f"{problem} old-1: {last_words(run_dir / 'old-1')}".lstrip()
+        row.add(problem, times=len(moments))
+        say(f"{run_dir.name}: {problem or 'identical, and the old run is complete'}")
+
+
+def break_in_mid_run(stress: Stress) -> None:
+    """The snapshots of a run at work are cut off or replaced by directories, three times each."""
+    row = stress.row("a snapshot of a run at work cut off, or replaced by a directory: it ends as if nothing had been")
+    for number in range(4):
+        run_dir = stress.folder / f"broken-{number}"
+        with running(run_dir, launcher=ALONE) as process:
+            for _ in range(3):
+                path = run_dir / stress.random.choice(("gpt_snapshot.pt", "gpt_snapshot.best.pt"))
+                wait_for(path.is_file, f"{path.name}, got {last_words(run_dir)}")
+                time.sleep(stress.random.uniform(0, 0.3))
+                with contextlib.suppress(OSError):  # a save may come in between
+                    if stress.random.random() < 0.5:
+                        os.truncate(path, 1000)
+                    else:
+                        path.unlink()
+                        path.mkdir()
+            problem = finish(process, run_dir, stress.alone)
+        row.add(problem, times=3)
+        say(f"{run_dir.name}: {problem or 'identical with the undisturbed run'}")
+
+
+def odd_name(stress: Stress) -> None:
+    """Runs in directories whose names look like chains of URLs: killed, gone on with, started over."""
+    row = stress.row("SIGKILL of a rank of a run in a directory named like a chain of URLs; then started over")
+    for name in ("a::b", "s3::memory", "zip::run"):
+        run_dir = stress.folder / name
+        try:
+            with running(run_dir, *SHORTER, launcher=TWO_RANKS) as process:
+                wait_for(lambda: attempts(process) == [0, 0], "the ranks")
+                wait_for_step(run_dir, stress.random.randrange(1, 50))
+                os.kill(stress.random.choice(workers(process)), signal.SIGKILL)
+                problem = finish(process, run_dir, stress.short)
+            with running(run_dir, *SHORTER, "trainer_config.resume=false", launcher=ALONE) as process:
+                code = process.wait(600)
+            problem = problem or (f"exit code {code}: {last_words(run_dir)}" if code else "")
+            problem = problem or run_difference(run_dir / "old-1", stress.short)
+        except Exception as error:  # what is lost must be in the table
+            problem = f"{type(error).__name__}: {error}"
+        row.add(problem)
+        say(f"{name}: {problem or 'identical with the undisturbed run'}")
+
+
+# ------------------------------------------------------------------------------------------------ 10. odd contents
 
 
 def open_odd_ones(stress: Stress) -> None:
@@ -1027,7 +1118,7 @@ def open_odd_ones(stress: Stress) -> None:
         for what, odd in cases:
             torch.save({"digest": genuine["digest"], **odd}, url)
             try:
-                opened = trainer.snapshots.open(True, trainer._check) or {}
+                opened = trainer.snapshots.open(trainer._check) or {}
                 opened.pop("best", None)
                 difference = value_difference(opened, previous)
                 rows[0].add(f"{what}: not the previous one: {difference}" if difference else "")
@@ -1064,6 +1155,7 @@ PARTS: dict[str, Callable[[Stress], None]] = {
     "silence": silent_store,
     "rivals": rival_runs,
     "over": start_over,
+    "remember": remember,
     "odd": open_odd_ones,
 }
 HANGS = 1800  # seconds after which a part counts as hanging; the longest one takes five minutes on an idle machine
@@ -1080,7 +1172,7 @@ def main() -> int:
     say(f"seed {arguments.seed}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up then, too
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # "restart detected", at every one
-    for name in ("snapshot", "run_files"):
+    for name in ("snapshot", "saving.run_snapshots"):
         logging.getLogger(name).setLevel(logging.ERROR)  # "is not a whole snapshot", a thousand times
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="stress-"))

@@ -34,5 +34,6 @@ def set_aside_slowly(*args: Any, **options: Any) -> str:
         os.replace = replace
 
 
-vars(run_snapshots)["set_aside"] = set_aside_slowly
+for module in (moving, run_snapshots):
+    vars(module)["set_aside"] = set_aside_slowly
 runpy.run_path(sys.argv[0], run_name="__main__")
