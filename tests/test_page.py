@@ -3,12 +3,14 @@
 import base64
 import dataclasses
 import json
+import math
 import re
 import shutil
 import socketserver
 import sys
 import threading
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import PROJECT, SAMPLE_TEXT, run_program, train
+from torch.utils.tensorboard import SummaryWriter
 
 import look
 import sampling
 from char_dataset import CharVocabulary, DataConfig, Text, split_codes
 from model import GPT, GPTConfig
 from page import making
-from page.data import compute
+from page.data import compute, last_name, run_of
 from sampling import Sampling
-from snapshot import save_snapshot
+from snapshot import Snapshot, save_snapshot
 
 CHROMIUM = shutil.which("chromium")
 try:
@@ -254,26 +257,30 @@ def test_greedy_text_is_that_of_generate(visit: Visit, model: GPT) -> None:
             assert text == whole
 
 
+def draw(logits: torch.Tensor, how: Sampling, times: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(What sampling.py draws, from which probabilities); greedily, without a draw."""
+    caught, multinomial = [], torch.multinomial
+
+    def catch(p: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        caught.append(p[0])
+        return multinomial(p, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "multinomial", catch)
+        draws = sampling.choose_token(logits.expand(times, -1), how, torch.Generator().manual_seed(1))
+    p = caught[0] if caught else torch.nn.functional.one_hot(draws[0, 0], len(logits)).float()
+    return draws, p / p.sum()
+
+
 SETTINGS = [(1.0, None, None), (0.5, None, None), (1.7, 7, None), (1.0, None, 0.6), (0.8, 5, 0.9), (1.0, 1, None)]
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
-def test_draws_follow_sampling_py(
-    visit: Visit, monkeypatch: pytest.MonkeyPatch, temperature: float, top_k: int | None, top_p: float | None
-) -> None:
+def test_draws_follow_sampling_py(visit: Visit, temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Catches rules in another order, a tie that top-k drops, top-p one character too long, and a biased draw."""
     logits = torch.randn(len(VOCABULARY), generator=torch.Generator().manual_seed(5)) * 2
     logits[3] = logits[8]  # a tie
-    caught, multinomial = [], torch.multinomial
-
-    def catch(p: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
-        caught.append(p)
-        return multinomial(p, *rest, **more)
-
-    monkeypatch.setattr(torch, "multinomial", catch)
-    random = torch.Generator().manual_seed(1)
-    draws = sampling.choose_token(logits.expand(10_000, -1), Sampling(temperature, True, top_k, top_p), random)
-    expected = caught[0][0] / caught[0][0].sum()
+    draws, expected = draw(logits, Sampling(temperature, True, top_k, top_p), 10_000)
     probabilities, counts = visit(
         """([logits, temperature, top_k, top_p]) => {
             const p = probabilities_of(Float32Array.from(logits), temperature, top_k, top_p), counts = p.map(() => 0);
@@ -311,6 +318,112 @@ def test_float16_is_decoded_to_the_bit(visit: Visit) -> None:
     every = torch.arange(65536).to(torch.int32).to(torch.int16).view(torch.half).float()
     found = torch.tensor(visit("() => [...float_of_half]"))
     assert torch.equal(found[every.isfinite()], every[every.isfinite()])
+
+
+# ------------------------------------------------------------------------ the page's words and colours, and torch's
+
+
+LAST = 36  # a character whose guess comes from a later window of `page_file`, in whose text there are four of them
+
+
+def agree(words: str, value: float) -> None:
+    """A number in words is the value, rounded as it is written there."""
+    if words.startswith("over "):
+        assert float(words.removeprefix("over ").removesuffix(" %")) < 100 * value < 100
+        return
+    if words.endswith(" %"):
+        words, value = words.removesuffix(" %"), 100 * value
+    number = Decimal(words.replace(",", ""))
+    assert abs(float(number) - value) <= 0.51 * 10.0 ** int(number.as_tuple().exponent), f"{words} for {value}"
+
+
+NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:e-\d+)?)"
+SHARE = r"((?:over )?\d[\d.]*(?:e-\d+)? %)"
+
+
+def find(pattern: str, words: str) -> tuple[str, ...]:
+    """The groups of a pattern that is somewhere in the words; N and P stand for a number and for a share in percent."""
+    found = re.search(pattern.replace("<N>", NUMBER).replace("<P>", SHARE), words)
+    assert found, f"{pattern}: {words}"
+    return found.groups()
+
+
+def rows_of(visit: Visit, selector: str) -> list[list[str]]:
+    """The cells of a table's body."""
+    cells = "(at) => [...document.querySelectorAll(at)].map((row) => [...row.cells].map((cell) => cell.textContent))"
+    return visit(cells, f"{selector} tbody tr")
+
+
+def test_the_top_says_what_is_shown(browser: Browser, tmp_path: Path) -> None:
+    """Catches the figures of another model, the names of directories, and a text that isn't the one that is shown."""
+    model = make_model(n_layer=1)
+    text_file = tmp_path / "of-alice" / "notes.txt"
+    text_file.parent.mkdir()
+    shutil.copy(SAMPLE_TEXT, text_file)
+    run = {"directory": str(tmp_path / "of-bob" / "second try"), "launch": "1"}
+    snapshot = evaluated(model, tmp_path / "of-carol" / "gpt.best.pt", text_file, run=run, step=1234)
+    file = make_page(snapshot)
+    visit = Visit(browser, file)
+    places = ("run", "snapshot", "source")
+    from_file = "the beginning of the evaluation text, from notes.txt"
+    assert [visit.text(f"#{place}") for place in places] == ["second try", "gpt.best.pt", from_file]
+    page = file.read_text(encoding="utf-8")
+    assert not [name for name in ("of-alice", "of-bob", "of-carol", str(tmp_path)) if name in page]
+    size = sum(parameter.numel() for parameter in model.parameters())
+    assert visit.text("#model") == (
+        f"It is a GPT with {size:,} parameters in 1 block of 2 heads. It knows {len(VOCABULARY)} characters, and sees "
+        "up to 16 at a time. It was trained for 1,234 steps."
+    )
+    length, error = find("the first <N> characters .* by at most <N> \\(0.0001 is allowed", visit.text("#check"))
+    assert int(length) == 16
+    assert float(error) < 1e-4
+    for words in (", then 1 character", ", then 2 characters"):
+        visit.page.click("#step")
+        assert visit.text("#source") == f"{from_file}{words} by the model"
+    visit.page.click("#back")
+    visit.page.click("#back")
+    assert visit.text("#source") == from_file
+    for prompt, words in (("MIRA", "typed into this page"), (visit("() => data.text"), from_file)):
+        visit.page.fill("#prompt", prompt)
+        visit.page.click("#read")
+        visit.page.wait_for_function("(length) => is_read && reading.codes.length === length", arg=len(prompt))
+        assert visit.text("#source") == words
+    bare = Visit(browser, make_page(save(model, tmp_path / "bare.pt"), "MIRA"))
+    assert [bare.text(f"#{place}") for place in places] == ["not known", "bare.pt", "given to look.py"]
+
+
+def test_names_have_no_place_in_them() -> None:
+    """Catches an account, a key or a directory that goes along with a page."""
+    for place, name in (
+        ("/home/alice/runs/mine/gpt.pt", "gpt.pt"),
+        ("runs/mine/", "mine"),
+        (r"C:\Users\alice\text.txt", "text.txt"),
+        ("s3://bucket/alice/gpt.best.pt", "gpt.best.pt"),
+        ("https://alice:secret@host/text.txt?signature=secret", "text.txt"),
+        ("https://alice:secret@host", "host"),
+        ("zip://inner.txt::/home/alice/text.zip", "text.zip"),
+        ("what?.txt", "what?.txt"),
+        ("a@b.txt", "a@b.txt"),
+    ):
+        assert last_name(place) == name
+    odd: list[Snapshot] = [{}, {"run": 5}, {"run": {}}, {"run": {"directory": 5}}, {"run": {"directory": [1]}}]
+    assert [run_of(snapshot) for snapshot in odd] == [""] * 5
+
+
+def test_a_number_is_what_it_says(visit: Visit) -> None:
+    """Catches 99.9 % that is shown as 100 %, a hundred that is shown as 1.0e+2, and digits that are cut off."""
+    shares = [0, 1e-9, 0.00012, 0.00099, 0.0234, 0.09999, 0.1, 0.456, 0.989, 0.99, 0.9912, 0.9949, 0.9952, 0.999]
+    shares += [1 - 10.0**-k for k in range(1, 16)]
+    for share, words in zip(shares, visit("(shares) => shares.map(percent)", shares), strict=True):
+        assert words.endswith(" %")
+        assert not words.startswith("100")
+        agree(words, share)
+    assert visit("() => percent(1)") == "100 %"
+    assert visit("() => [0.99901, 0.9994, 0.9999].map(percent)") == ["over 99.9 %"] * 3
+    factors = [0.00123, 0.5, 1, 9.97, 99.4, 99.6, 100, 250.4, 1234.5]
+    for value, words in zip(factors, visit("(factors) => factors.map(factor)", factors), strict=True):
+        assert re.fullmatch(r"[\d.]+", words)
+        agree(words, value)
 
 
 # -------------------------------------------------------------------------------------------------- safety and honesty
@@ -386,13 +499,12 @@ def test_a_page_that_was_altered_says_so(browser: Browser, page_file: Path, tmp_
     assert visit.text("#check").startswith("✓ Checked")
 
 
-def evaluated(model: GPT, path: Path, text_file: Path) -> Path:
+def evaluated(model: GPT, path: Path, text_file: Path, **more: Any) -> Path:
     """A snapshot that knows its text."""
     config = DataConfig(path=str(text_file), block_size=model.config.block_size)
     parts = split_codes(VOCABULARY.encode_array(text_file.read_text(encoding="utf-8")), config)
-    return save(
-        model, path, config={"data_config": dataclasses.asdict(config)}, corpus=Text(VOCABULARY, *parts).fingerprint
-    )
+    corpus = Text(VOCABULARY, *parts).fingerprint
+    return save(model, path, config={"data_config": dataclasses.asdict(config)}, corpus=corpus, **more)
 
 
 def test_without_a_text_it_shows_unseen_text_and_no_more(model: GPT, tmp_path: Path) -> None:
@@ -502,6 +614,42 @@ def test_a_map_is_enlarged_and_drawn_on_the_text(visit: Visit) -> None:
     assert visit.page.locator("#attention-table tbody tr").count() == 12
 
 
+@pytest.mark.parametrize("has_touch", [False, True])
+def test_the_enlarged_map_stays_under_the_pointer(browser: Browser, page_file: Path, has_touch: bool) -> None:
+    """Catches a map that becomes another window's under the pointer, rows of two windows, and a tap that is ignored."""
+    visit = Visit(browser, page_file, has_touch=has_touch)
+    visit(f"() => choose({LAST}, false)")
+    start, R = visit("() => [here().window.start, $('large').width]")
+    assert (start, R) == (23, 16)
+    first = start + 16 // 2 - 1  # the places before are in the window before as well, and count there
+    visit.page.locator("#large").scroll_into_view_if_needed()
+    box = visit.page.locator("#large").bounding_box()
+    assert box
+    for row in (15, 9, 3, 0, 3, 8, 6, 7, 2, 14):
+        x, y = box["x"] + (row + 0.5) / R * box["width"], box["y"] + (row + 0.5) / R * box["height"]
+        if has_touch:
+            visit.page.keyboard.press("Escape")
+            visit.page.touchscreen.tap(x, y)
+        else:
+            visit.page.mouse.move(x, y)
+        index = min(max(first, start + row) + 1, 39)  # of the rows that aren't there, the first that is
+        assert visit.text("#chosen").startswith(f"Character {index + 1} of 40{', pinned' * has_touch}: ")
+        assert visit("() => [here().window.start, $('large').width]") == [start, R]
+        marked = visit("() => document.querySelector('.large .marker').style.top")
+        assert float(marked.removesuffix("%")) == pytest.approx(100 * (index - 1 - start + 0.5) / R)
+        if not has_touch:
+            at = "later" if row > index - 1 - start else f"character {start + row + 1}: weight"
+            assert at in visit.text("#cell")
+    assert "The top of the map is empty" in visit.text("#sums")
+    visit(f"() => choose({first + 1}, false)")
+    visit.page.focus("#large")
+    visit.page.keyboard.press("Enter")
+    assert f"Character {first + 2} of 40, pinned" in visit.text("#chosen")
+    visit.page.keyboard.press("ArrowUp")  # a key may turn over to the map before
+    assert visit("() => [chosen.index, here().window.start]") == [first, 14]
+    assert visit.complaints == []
+
+
 def test_steps_back_and_forth(visit: Visit) -> None:
     """Catches a random number that is used twice, a cache that keeps what was taken back, also beyond the context."""
     visit.page.fill("#prompt", "MIRA")
@@ -577,6 +725,19 @@ def test_controls_move_the_bars_in_place(visit: Visit) -> None:
     assert widths == ["100%"]
 
 
+def test_what_is_cut_is_nothing(visit: Visit) -> None:
+    """Catches 1e-14 % for the other characters where top-k has cut all of them: 1 minus the sum of the five."""
+    shown = visit(
+        """() => [2, 3, 4, 5].flatMap((top_k) => Array.from({ length: 40 }, (_, i) => {
+            Object.assign($("top_k"), { value: top_k });
+            Object.assign($("temperature"), { value: (i + 1) / 20 }).dispatchEvent(new Event("input"));
+            return $("candidates").querySelector(".bars").lastChild.textContent.replace(" ◀ next", "");
+        }))"""
+    )
+    assert shown.count("cut") == len(shown) - shown.count("0 %")  # a low temperature leaves nothing to be cut
+    assert shown.count("cut") > 120
+
+
 def test_nothing_goes_on_from_a_text_that_is_being_read(visit: Visit) -> None:
     """Catches a key, a slider or a button that meets half a text: errors, or characters in the middle of it."""
     codes = tokens(60, seed=4)
@@ -640,6 +801,41 @@ CONTRASTS = """() => { // of texts, of controls, and of what is painted, with wh
 }"""
 
 
+def test_keys_reach_everything_soon(browser: Browser, page_file: Path) -> None:
+    """Catches 40 stops on the way to a part, and a place that scrolls and that keys can't reach on a telephone."""
+    visit = Visit(browser, page_file, viewport={"width": 390, "height": 800})
+    press, focused = visit.page.keyboard.press, "document.activeElement"
+    for number, part in enumerate(("surprise", "attention", "layers", "live", "learned"), start=1):
+        for address in ("about:blank", page_file.as_uri()):  # so that each begins at the top
+            visit.page.goto(address)
+        visit.page.wait_for_selector(SETTLED, state="attached")
+        for _ in range(number):
+            press("Tab")
+        assert visit(f"() => {focused}.textContent.startsWith('{number}. ')")
+        press("Enter")
+        if part != "learned":  # without a curve, nothing there takes the focus
+            press("Tab")
+            assert visit(f"() => {focused}.closest('section').id") == part
+    visit.page.focus(".skip")
+    assert visit("() => document.querySelector('.skip').getBoundingClientRect().left") > 0
+    press("Enter")
+    assert visit(f"() => {focused}.id") == "large"
+    assert visit("() => document.querySelector('.skip').getBoundingClientRect().right") < 0
+    visit("() => document.querySelectorAll('details').forEach((details) => (details.open = true))")
+    visit.page.locator("#attention-table tr >> nth=3").wait_for()
+    unreachable = visit(
+        """() => [...document.querySelectorAll("body *")].filter((e) => {
+            const { overflowX, overflowY } = getComputedStyle(e), rolls = (way) => ["auto", "scroll"].includes(way);
+            const is_wide = rolls(overflowX) && e.scrollWidth > e.clientWidth;
+            const is_high = rolls(overflowY) && e.scrollHeight > e.clientHeight;
+            return (is_wide || is_high) && e.tabIndex < 0 && !e.querySelector("button");
+        }).map((e) => e.id)"""
+    )
+    assert unreachable == []
+    unnamed = "() => [...document.querySelectorAll('[tabindex]')].filter((e) => !e.ariaLabel).map((e) => e.id)"
+    assert visit(unnamed) == []
+
+
 def test_a_finger_chooses_and_releases(browser: Browser, page_file: Path) -> None:
     """Catches a page that only a mouse can use."""
     visit = Visit(browser, page_file, viewport={"width": 390, "height": 800}, has_touch=True)
@@ -700,6 +896,74 @@ def test_a_real_run_from_the_command_to_the_curve(browser: Browser, tmp_path: Pa
     visit.page.locator("#learned summary").click()
     assert visit.page.locator("#losses tbody tr").count() == 2
     assert visit.complaints == []
+
+
+CALLS = """() => {
+    const calls = [], prototype = CanvasRenderingContext2D.prototype;
+    for (const name of ["fillText", "lineTo", "arc", "stroke"]) {
+        const real = prototype[name];
+        prototype[name] = function (...values) {
+            calls.push([name, ...values]);
+            return real.apply(this, values);
+        };
+    }
+    draw_learned();
+    return calls;
+}"""
+
+
+def test_the_curve_is_that_of_the_events(browser: Browser, tmp_path: Path) -> None:
+    """Catches bits for nats, a loss at another step, a curve beside its axes, and a loss that was no number."""
+    snapshot = save(make_model(), tmp_path / "gpt.pt", step=250)
+    training = [(step, 4.0 * 0.99**step) for step in range(0, 400, 7)]
+    evaluation = [(100, 2.5), (200, 1.75), (300, 1.5), (400, 1.625)]
+    with SummaryWriter(str(tmp_path)) as writer:
+        for tag, losses in (
+            ("train/loss", [*training, (399, math.nan)]),
+            ("eval/loss", [*evaluation, (401, math.inf)]),
+        ):
+            for step, loss in losses:
+                writer.add_scalar(tag, loss, step)
+        for step, _ in evaluation:
+            writer.add_text("samples", f"    written at {step}", step)
+    visit = Visit(browser, make_page(snapshot, "MIRA"))
+    assert visit.text("#sample") == "written at 200"  # the last one that the snapshot's weights can have written
+    for i, (step, loss) in enumerate(evaluation):
+        visit("(i) => { $('moment').value = i; $('moment').dispatchEvent(new Event('input')); }", i)
+        at, nats, bits = find("^at step <N>: loss <N> nats, or <N> bits$", visit.text("#moment-value"))
+        assert (int(at), visit.text("#sample")) == (step, f"written at {step}")
+        agree(nats, loss)
+        agree(bits, loss / math.log(2))
+    rows = rows_of(visit, "#losses")
+    assert [int(row[0]) for row in rows] == [step for step, _ in evaluation]
+    for (_, nats, bits), (_, loss) in zip(rows, evaluation, strict=True):
+        agree(nats, loss)
+        agree(bits, loss / math.log(2))
+    label = visit("() => $('curve').getAttribute('aria-label')")
+    assert label == "Losses over 400 steps. The last evaluation loss is 1.625 nats."
+
+    calls = visit(CALLS)  # in pixels; the numbers beside the axes say what they mean
+    words = {str(text): (x, y) for name, text, x, y, *_ in (call for call in calls if call[0] == "fillText")}
+    (left, _), (right, _) = words["100"], words["400"]
+    (_, high), (_, low) = words["4"], words["1"]
+
+    def meaning(x: float, y: float) -> tuple[float, float]:
+        """(Step, loss) at a pixel; a number stands 4 pixels below its place."""
+        return 100 + 300 * (x - left) / (right - left), 1 + 3 * (y + 4 - low) / (high - low)
+
+    lines, line = [], list[Any]()
+    for name, *values in calls:
+        if name == "lineTo":
+            line.append(meaning(*values))
+        if name == "stroke":
+            lines.append(line)
+            line = []
+    _, guess, *curves = lines
+    assert guess == [pytest.approx((step, math.log(len(VOCABULARY))), abs=1e-3) for step in (0, 400)]
+    for curve, expected in zip(curves, (training, evaluation), strict=True):
+        assert curve == [pytest.approx(point, abs=1e-3) for point in expected]
+    dots = [(*meaning(x, y), radius) for name, x, y, radius, *_ in (call for call in calls if call[0] == "arc")]
+    assert dots == [pytest.approx((*point, 8 if point[0] == 400 else 4), abs=1e-3) for point in evaluation]
 
 
 def test_each_part_says_where_it_is_in_the_code() -> None:
