@@ -109,7 +109,7 @@ function weights_of(layer, head) { // of the row there: (row + 1)
 
 function draw_attention() {
   const { index, layer, head } = chosen, { place, window, row } = here(), { spans } = texts.looked;
-  for (const span of colored) span.removeAttribute("style");
+  for (const span of colored) ["style", "title"].forEach((name) => span.removeAttribute(name));
   colored = index === 0 ? [] : spans.slice(window.start, place + 1);
   texts.looked.mark("stand", index - 1);
   texts.looked.element.classList.toggle("partly", index > 0);
