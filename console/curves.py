@@ -1,5 +1,6 @@
 """A run's curves and samples, read back from TensorBoard's events."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def scalars(events: Any, tag: str) -> list[tuple[int, float]]:
 
 
 def learned(url: str) -> dict[str, Any] | None:
-    """The losses and samples in the TensorBoard events beside a snapshot; None where there are none."""
+    """The finite losses and the samples in the TensorBoard events beside a snapshot; None where there are none."""
     folder = Path(url).parent
     if not any(folder.glob("events.out.tfevents.*")):
         return None
@@ -29,4 +30,8 @@ def learned(url: str) -> dict[str, Any] | None:
         [event.step, re.sub(r"^    ", "", event.tensor_proto.string_val[0].decode(), flags=re.MULTILINE)]
         for event in (events.Tensors(tag) if tag in events.Tags()["tensors"] else [])
     ]
-    return {"training": scalars(events, "train/loss"), "evaluation": scalars(events, "eval/loss"), "samples": samples}
+    # JSON has no infinity and no NaN, and a curve no place for them.
+    training, evaluation = (
+        [point for point in scalars(events, name) if math.isfinite(point[1])] for name in ("train/loss", "eval/loss")
+    )
+    return {"training": training, "evaluation": evaluation, "samples": samples}

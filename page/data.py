@@ -8,6 +8,7 @@ Legend: T characters of the text, V in the vocabulary, C width, nh heads, hs C /
 
 import base64
 import math
+import re
 from typing import Any
 
 import torch
@@ -28,8 +29,23 @@ def to_base64(values: Tensor, dtype: torch.dtype) -> str:
     return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode("ascii")
 
 
-def passage(snapshot: Snapshot) -> str:
-    """The beginning of the run's evaluation text, from its first whole line on.
+def last_name(place: str) -> str:
+    """The last name of a path or URL: a page may be passed on, and names no directory, no account and no key."""
+    if "://" in place:
+        place = place.split("?")[0].split("@")[-1]
+    return re.split(r"[/\\]", place.rstrip("/\\"))[-1]
+
+
+def run_of(snapshot: Snapshot) -> str:
+    """The name of the run that made a snapshot; empty where the snapshot doesn't say."""
+    try:
+        return last_name(snapshot["run"]["directory"])
+    except (KeyError, TypeError, AttributeError):  # a snapshot of another make
+        return ""
+
+
+def passage(snapshot: Snapshot) -> tuple[str, str]:
+    """(The beginning of the run's evaluation text, from its first whole line on; the name of its file).
 
     Raises:
         ValueError: the text is not there any more, or is another one.
@@ -51,7 +67,7 @@ def passage(snapshot: Snapshot) -> str:
                 T = min(LONGEST_PASSAGE, config.block_size)
                 begin = vocabulary.decode(torch.from_numpy(text.eval_codes[: 2 * T].astype(int)))
                 rest = begin[begin.find("\n", 0, T) + 1 :].lstrip("\n")
-                return rest[:T] or begin[:T]
+                return rest[:T] or begin[:T], last_name(path)
     except (KeyError, TypeError):  # a snapshot of another make
         pass
     raise ValueError(f"no passage of the run's evaluation text ({reason}); give a text: python look.py TEXT")

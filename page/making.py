@@ -15,7 +15,7 @@ from torch import Tensor
 from char_dataset import CharVocabulary
 from config import PROJECT
 from console.curves import learned
-from page.data import LONGEST_PASSAGE, compute, passage, to_base64
+from page.data import LONGEST_PASSAGE, compute, last_name, passage, run_of, to_base64
 from saving.finding import model_of
 from snapshot import Snapshot
 
@@ -30,7 +30,7 @@ def make_page(snapshot: Snapshot, url: str, text: str = "", exact: bool = False)
 
     Args:
         snapshot: the model.
-        url: where it was; curves and samples lie beside it.
+        url: where it was; curves and samples lie beside it. The page has its last name, and the run's.
         text: what the model reads first; empty: a passage of the run's evaluation text.
         exact: carry the weights in float32; else in float16.
 
@@ -41,8 +41,7 @@ def make_page(snapshot: Snapshot, url: str, text: str = "", exact: bool = False)
     weights = {name: rounded(name, weight, exact) for name, weight in snapshot["model"].items()}
     model = model_of({**snapshot, "model": weights})  # torch checks the page with the weights that the page carries
     is_live = model.num_parameters() <= LIVE_PARAMETERS
-    is_given = bool(text)
-    text = text or passage(snapshot)
+    text, file = (text, None) if text else passage(snapshot)
     longest = min(LONGEST_PASSAGE, model.config.block_size)
     if not is_live and len(text) > longest:
         raise ValueError(f"got {len(text)} characters; the page of a model of this size shows at most {longest}")
@@ -54,10 +53,11 @@ def make_page(snapshot: Snapshot, url: str, text: str = "", exact: bool = False)
     kinds = {"dtype": "float32" if exact else "float16"}
     data = {
         **{"config": snapshot["model_config"], "parameters": model.num_parameters(), **kinds},
-        **{"vocabulary": vocabulary.characters, "text": text, "is_given": is_given},
+        **{"vocabulary": vocabulary.characters, "text": text, "file": file},
         "weights": pack(weights, exact) if is_live else None,
         "check": {"length": len(checked), "logits": to_base64(logits, torch.float32)},
         **{"computed": computed, "learned": learned(url)},
+        **{"run": run_of(snapshot), "snapshot": last_name(url)},
         "step": snapshot.get("step"),
     }
     return assemble(data)

@@ -37,12 +37,13 @@ class Reading { // read in this page, in windows as GPT.stream has them
   constructor(model) {
     this.model = model;
     this.codes = [];
-    this.windows = []; // each with its first position, its cache, and at each position the logits after each block
+    this.windows = []; // each with its first position, the first that it counts for, its cache, and at each position
+    // the logits after each block
     this.owner = []; // for each position, the number of the window that counts
   }
 
   open_window(start) {
-    this.windows.push({ start, cache: this.model.new_cache(), rows: [] });
+    this.windows.push({ start, first: this.owner.length, cache: this.model.new_cache(), rows: [] });
   }
 
   extend(codes) { // the last window reads on
@@ -85,9 +86,9 @@ class Reading { // read in this page, in windows as GPT.stream has them
     window.rows.length = this.codes.length - window.start; // the cache's later entries will be written over
   }
 
-  window(position) { // what the model saw there: where that begins, and how many rows its attention maps have
-    const window = this.windows[this.owner[position]];
-    return { start: window.start, length: window.rows.length, cache: window.cache };
+  window(position) { // what the model saw there: where that begins, where its own places begin, and how long it is
+    const { start, first, rows, cache } = this.windows[this.owner[position]];
+    return { start, first, length: rows.length, cache };
   }
 
   attention(window, layer, row) { // (nh, row + 1)
@@ -118,7 +119,7 @@ class Reading { // read in this page, in windows as GPT.stream has them
 class Computed { // read by data.py, because the model is too large for a page; one window
   constructor({ tokens, probabilities, following, attention }, codes) {
     Object.assign(this, { tokens, probabilities, following, codes, weights: unpack(attention, "float16") });
-    this.only_window = { start: 0, length: codes.length };
+    this.only_window = { start: 0, first: 0, length: codes.length };
   }
 
   window() {

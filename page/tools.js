@@ -5,11 +5,14 @@
 const $ = (id) => document.getElementById(id);
 const bits = (p) => -Math.log2(p);
 const number = (n) => n.toLocaleString("en");
-const factor = (n) => (n >= 100 ? n.toFixed(0) : n.toPrecision(2));
+const factor = (n) => (n >= 99.5 ? n.toFixed(0) : n.toPrecision(2));
 
-function percent(p) {
-  if (p >= 0.9995) return "100 %";
-  return (p >= 0.1 ? (100 * p).toFixed(0) : (100 * p).toPrecision(p < 0.001 ? 1 : 2)) + " %";
+const counted = (n, word) => `${number(n)} ${word}${n === 1 ? "" : "s"}`;
+
+function percent(p) { // only what is certain is 100 %
+  if (p > 0.999 && p < 1) return "over 99.9 %";
+  if (p >= 0.1) return (100 * p).toFixed(p > 0.99 && p < 1 ? 1 : 0) + " %";
+  return (100 * p).toPrecision(p < 0.001 ? 1 : 2) + " %";
 }
 
 function make(tag, parent, text = "", class_name = "") {

@@ -45,7 +45,7 @@ function draw_mean() {
   const scored = surprises.slice(1), mean = scored.reduce((a, b) => a + b, 0) / scored.length, guess = Math.log2(V);
   $("mean").textContent = scored.length === 0
     ? "This text has a single character, which is given. There is nothing to guess."
-    : `Mean of ${number(scored.length)} characters: ${mean.toFixed(2)} bits (${(mean * Math.LN2).toFixed(2)} nats). ` +
+    : `Mean of ${counted(scored.length, "character")}: ${mean.toFixed(2)} bits (${(mean * Math.LN2).toFixed(2)} nats). ` +
       `Guessing evenly among the ${V} characters costs ${guess.toFixed(2)} bits (${Math.log(V).toFixed(2)} nats). ` +
       "The first character is given, so it has no surprise. The next few are hard: there is little to go by." +
       (surprises.length > B ? ` The model sees at most ${B} characters. Further on, it sees ${HALF} to ${B}.` : "");
@@ -109,7 +109,7 @@ function weights_of(layer, head) { // of the row there: (row + 1)
 
 function draw_attention() {
   const { index, layer, head } = chosen, { place, window, row } = here(), { spans } = texts.looked;
-  for (const span of colored) span.removeAttribute("style");
+  for (const span of colored) ["style", "title"].forEach((name) => span.removeAttribute(name));
   colored = index === 0 ? [] : spans.slice(window.start, place + 1);
   texts.looked.mark("stand", index - 1);
   texts.looked.element.classList.toggle("partly", index > 0);
@@ -148,12 +148,13 @@ function draw_maps() { // of all heads, if the page doesn't have them yet
   const { window } = here(), key = [reading, window.start, window.length, dark.matches];
   if (key.every((value, i) => value === drawn_maps?.[i])) return draw_large();
   drawn_maps = key;
-  const R = window.length, colors = color_table(), firsts = [];
+  const R = window.length, top = window.first - window.start; // the rows above are those of the window before
+  const colors = color_table(), compared = R - Math.max(1, top), firsts = []; // on row 0, there is nothing to compare
   let error = 0;
   for (let layer = 0; layer < L; layer++) {
     const images = Array.from({ length: H }, () => new ImageData(R, R)), first = new Array(H).fill(0);
     const pixels = images.map((image) => new Uint32Array(image.data.buffer));
-    for (let row = 0; row < R; row++) {
+    for (let row = top; row < R; row++) {
       const weights = reading.attention(window, layer, row), S = row + 1;
       for (let head = 0; head < H; head++) {
         let sum = 0;
@@ -163,7 +164,7 @@ function draw_maps() { // of all heads, if the page doesn't have them yet
           sum += weight;
         }
         error = Math.max(error, Math.abs(sum - 1));
-        if (row > 0) first[head] += weights[head * S] / (R - 1);
+        if (row > 0) first[head] += weights[head * S] / compared;
       }
     }
     images.forEach((image, head) => {
@@ -173,16 +174,19 @@ function draw_maps() { // of all heads, if the page doesn't have them yet
     });
     firsts.push(...first);
   }
-  say_sums(R, error, firsts);
+  say_sums(window, error, firsts);
   draw_large();
 }
 
-function say_sums(R, error, firsts) {
+function say_sums({ start, first, length }, error, firsts) {
   let words = `Measured here: every row adds up to 1 (the largest error is ${error.toExponential(0)}), ` +
     "and nothing is above the diagonal.";
-  if (R > 1) {
+  if (first > start)
+    words += " The top of the map is empty: for these places, an earlier map counts, which goes further back.";
+  if (length > 1) {
+    const top = Math.max(1, first - start);
     let even = 0;
-    for (let row = 1; row < R; row++) even += 1 / (row + 1) / (R - 1);
+    for (let row = top; row < length; row++) even += 1 / (row + 1) / (length - top);
     const greatest = Math.max(...firsts), which = firsts.indexOf(greatest);
     words += " “First” is the share of its attention that a head gives to the first character, on average. " +
       `If all characters counted alike, it would be ${percent(even)}. A head that finds nothing may look there. ` +
@@ -211,18 +215,25 @@ function make_maps() {
     });
   }
   $("large").addEventListener("pointermove", (event) => { // a row chooses, a column is told
-    const box = $("large").getBoundingClientRect(), { window } = here();
-    const row = Math.floor(((event.clientY - box.top) / box.height) * window.length);
-    hover(window.start + row + 1);
-    say_weight(window.start + Math.floor(((event.clientX - box.left) / box.width) * window.length));
+    const { index, position } = pointed(event);
+    hover(index);
+    say_weight(position);
   });
-  $("large").addEventListener("click", () => pick(chosen.index));
+  $("large").addEventListener("click", (event) => pick(pointed(event).index));
   $("large").addEventListener("keydown", (event) => {
+    if (event.key === "Enter") return pick(chosen.index);
     const step = { ArrowUp: -1, ArrowDown: 1 }[event.key];
     if (!step) return;
     event.preventDefault();
     move(chosen.index + step);
   });
+}
+
+function pointed(event) { // on the enlarged map: the character that this row guesses, and the place of this column
+  const { left, top, width, height } = $("large").getBoundingClientRect(), { window } = here();
+  const at = (share) => window.start + Math.floor(share * window.length);
+  const place = Math.max(window.first, at((event.clientY - top) / height)); // or another window's map would come
+  return { index: place + 1, position: at((event.clientX - left) / width) };
 }
 
 function fill_attention_table() {
@@ -256,7 +267,7 @@ function draw_agreement() {
   const guessed = reading.codes.length - 1, agreed = new Array(L + 1).fill(0);
   const count = (token, layer, all) => (agreed[layer] += token === all[L]);
   for (let i = 1; i <= guessed; i++) reading.likeliest(i).forEach(count);
-  const shares = agreed.map((count, i) => `${after_block(i)} ${((100 * count) / guessed).toFixed(0)} %`);
+  const shares = agreed.map((count, i) => `${after_block(i)} ${percent(count / guessed)}`);
   $("agreement").textContent = guessed === 0 ? ""
     : `How often in this text the likeliest character is the final one already: ${shares.join(", ")}.`;
 }
@@ -266,6 +277,8 @@ function draw_agreement() {
 const SLICE = matchMedia("(prefers-reduced-motion: reduce)").matches ? 1000 : 40; // milliseconds between two pictures
 let is_writing = false;
 let prompt_length = 0;
+const origin = data.file === null ? "given to look.py" : `the beginning of the evaluation text, from ${data.file}`;
+let source = origin; // of what was read
 let random_states = []; // after the prompt and after each written character: a step back takes its random number back
 
 function settings() {
@@ -308,7 +321,8 @@ function draw_live() {
 function draw_candidates(logits, probabilities, token) { // the same five at any temperature, in the same places
   const plain = softmax(Float64Array.from(logits));
   const uncut = probabilities_of(logits, settings().temperature, null, null);
-  const five = ranked(plain).slice(0, 5), rest = (p) => Math.max(0, 1 - five.reduce((sum, code) => sum + p[code], 0));
+  const order = ranked(plain), five = order.slice(0, 5), others = order.slice(5);
+  const rest = (p) => others.reduce((sum, code) => sum + p[code], 0); // 1 minus the five is no 0 where all are cut
   const row = (symbol, shown, whole, before, is_next) => ({
     symbol, before, came: is_next, is_cut: shown === 0, share: shown || whole,
     words: (shown === 0 && whole > 0 ? "cut" : percent(shown)) + (is_next ? " ◀ next" : ""),
@@ -338,6 +352,7 @@ function draw_wheel(probabilities, drawn, token) { // side by side, as choose_to
 function follow(are_all = true) { // the end of the text has changed; all parts are drawn, or this one alone
   const { spans, element } = texts.written, known = spans.length;
   texts.written.update(reading.codes);
+  say_source();
   for (const span of spans.slice(Math.max(known, prompt_length))) span.className = "new";
   draw_live();
   if (are_all) {
@@ -346,6 +361,11 @@ function follow(are_all = true) { // the end of the text has changed; all parts 
     if (!is_writing) draw_whole_text();
   }
   element.scrollTop = element.scrollHeight;
+}
+
+function say_source() { // at the top of the page
+  const written = reading.codes.length - prompt_length;
+  $("source").textContent = source + (written > 0 ? `, then ${counted(written, "character")} by the model` : "");
 }
 
 function draw_whole_text() { // what takes a while
@@ -381,7 +401,9 @@ async function read_prompt() {
   const unknown = [...new Set(text)].filter((character) => !code_of.has(character));
   const listed = unknown.map((character) => "“" + visible(character) + "”").join(", ");
   $("error").textContent = unknown.length ? `${listed}: not in the training text, so the model can't read it.` : "";
-  if (!unknown.length) await read(encode(text));
+  if (unknown.length) return;
+  source = text === data.text ? origin : "typed into this page";
+  await read(encode(text));
 }
 
 function make_live() {
@@ -454,6 +476,7 @@ async function read(codes) {
 
 function show() { // a text that has been read
   is_read = true;
+  say_source();
   draw_whole_text();
   choose(surprises.indexOf(surprises.reduce((a, b) => Math.max(a, b), 0)), false); // the most surprising one
   if (model) draw_live();
@@ -469,8 +492,11 @@ function redraw() { // in other colours
 }
 
 async function start() {
-  const trained = data.step ? ` It was trained for ${number(data.step)} steps.` : "";
-  $("model").textContent = `It is a GPT with ${number(data.parameters)} parameters in ${L} blocks of ${H} heads. ` +
+  const trained = data.step ? ` It was trained for ${counted(data.step, "step")}.` : "";
+  const blocks = `${counted(L, "block")} of ${counted(H, "head")}`;
+  $("run").textContent = data.run || "not known";
+  $("snapshot").textContent = data.snapshot;
+  $("model").textContent = `It is a GPT with ${number(data.parameters)} parameters in ${blocks}. ` +
     `It knows ${number(V)} characters, and sees up to ${number(B)} at a time.${trained}`;
   draw_legends();
   make_maps();
@@ -491,6 +517,7 @@ async function start() {
     const how = "Only a model of at most 10 million parameters can write in a page. For this one: python generate.py";
     $("live-body").replaceChildren(make("p", null, how));
     reading = new Computed(data.computed, encode(data.text));
+    prompt_length = reading.codes.length;
     draw_surprise();
     show();
   }
