@@ -502,6 +502,15 @@ def test_a_pickle_before_an_archive_is_refused(tmp_path):
         load_snapshot(str(tmp_path / "odd.pt"))
 
 
+def test_a_head_that_is_not_the_embedding_is_refused(old_run, tmp_path):
+    """Catches two models in one file: generating takes wte.weight for both, and a run goes on with lm_head.weight."""
+    snapshot = load_snapshot(str(old_run / "gpt_snapshot.pt"))
+    snapshot["model"]["lm_head.weight"] = snapshot["model"]["wte.weight"] + 1
+    save_snapshot(snapshot, str(tmp_path / "odd.pt"))
+    with pytest.raises(snapshot_module.DamagedSnapshotError, match=r"lm_head\.weight isn't wte\.weight"):
+        load_model(str(tmp_path / "odd.pt"))
+
+
 @pytest.mark.parametrize("key", ["n_layer", "n_embd", "vocab_size", "block_size", "n_head"])
 def test_nothing_is_allocated_for_absurd_sizes(old_run, tmp_path, key):
     """Catches a number in a file that takes all memory, or a loop over 10^15 layers."""
