@@ -14,6 +14,7 @@ import os
 import posixpath
 import re
 import shutil
+import stat
 import struct
 import time
 import uuid
@@ -109,6 +110,8 @@ def load_snapshot(url: str) -> Snapshot:
     try:
         filesystem, path = fsspec.url_to_fs(url)
         is_local = isinstance(filesystem, LocalFileSystem)
+        if is_local:
+            check_is_file(path)
         file: Any = open(path, "rb") if is_local else io.BytesIO(filesystem.cat_file(path))  # noqa: SIM115
     except FileNotFoundError:
         raise
@@ -372,6 +375,12 @@ def local_path(url: str) -> str | None:
     """The path of a file on this machine's disks; None where a URL leads to a store."""
     filesystem, path = fsspec.url_to_fs(url)
     return path if isinstance(filesystem, LocalFileSystem) else None
+
+
+def check_is_file(path: str) -> None:
+    """Raise OSError where a path leads to a pipe or a device: whoever reads one may wait, or read on, for ever."""
+    if stat.S_IFMT(os.stat(path).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):  # reading a directory says what it is
+        raise OSError(f"{posixpath.basename(path)} is a pipe or a device, not a file")
 
 
 def _force_to_disk(path: str) -> None:

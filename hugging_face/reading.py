@@ -15,7 +15,7 @@ from torch import Tensor
 from console.errors import described
 from hugging_face.names import FIXED, PREFIX, SIZES, is_transposed, package, parameters
 from model import GPTConfig
-from snapshot import Snapshot, local_path
+from snapshot import Snapshot, check_is_file, local_path
 
 
 def read_directory(url: str) -> Snapshot:
@@ -55,6 +55,7 @@ def read_weights(path: Path, c: GPTConfig) -> dict[str, Tensor]:
 
     Every name, shape and type is compared before a tensor is read.
     """
+    check_is_file(str(path))
     with package("safetensors").safe_open(str(path), framework="pt") as file:
         keys = {key.removeprefix(PREFIX): key for key in file.keys()}  # noqa: SIM118 - it is no dictionary
         keys = {name: key for name, key in keys.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
@@ -92,6 +93,7 @@ def is_directory(path: str) -> bool:
 
 def read_json(path: Path) -> Any:
     """The contents of a JSON file. Raises ValueError, which names the file, where it is none."""
+    check_is_file(str(path))
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -502,6 +502,13 @@ def test_a_pickle_before_an_archive_is_refused(tmp_path):
         load_snapshot(str(tmp_path / "odd.pt"))
 
 
+def test_a_device_is_not_read(tmp_path):
+    """Catches a snapshot that is a link to /dev/zero, which has no end: reading it takes all memory."""
+    (tmp_path / "odd.pt").symlink_to("/dev/zero")
+    with bytes_at_most(100_000_000), pytest.raises(OSError, match=r"odd\.pt can't be read .*a pipe or a device"):
+        load_snapshot(str(tmp_path / "odd.pt"))
+
+
 def test_a_head_that_is_not_the_embedding_is_refused(old_run, tmp_path):
     """Catches two models in one file: generating takes wte.weight for both, and a run goes on with lm_head.weight."""
     snapshot = load_snapshot(str(old_run / "gpt_snapshot.pt"))
