@@ -319,7 +319,7 @@ _kept_alive: list[Any] = []
 
 
 def settle_environment() -> None:
-    """Set what a launcher would have set, where there is none. Raises ValueError where it has set only a part."""
+    """Set what a launcher would have set, where there is none. Raises ValueError where what is set doesn't fit."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:  # a launcher's values always win; port 0: any that is free
         for key, value in alone.items():
@@ -328,6 +328,12 @@ def settle_environment() -> None:
     if missing:
         raise ValueError(
             f"RANK is set, and {', '.join(missing)} not; a launcher sets all of them, and a start alone none"
+        )
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not 0 <= int(rank) < int(world_size):
+        raise ValueError(
+            f"RANK={rank}, WORLD_SIZE={world_size}: the ranks are numbered from 0 to {int(world_size) - 1}; a launcher "
+            "sets both, and a start alone neither"
         )
 
 

@@ -134,12 +134,15 @@ def read_characters(folder: Path) -> list[str]:
     path, merges = folder / "tokenizer.json", folder / "merges.txt"
     if path.exists():
         steps = read_json(path)
-        tokens = {**steps["model"]["vocab"], **{t["content"]: t["id"] for t in steps.get("added_tokens", [])}}
+        tokens, added = steps["model"]["vocab"], steps.get("added_tokens", [])
     elif not (folder / "vocab.json").exists():
         raise ValueError("there is no tokenizer.json")
     else:
         steps = {"pre_tokenizer": {"type": "ByteLevel"}} if merges.exists() else {}
-        tokens = read_json(folder / "vocab.json")
+        tokens, added = read_json(folder / "vocab.json"), []
+    if not isinstance(tokens, dict):
+        raise ValueError(f"its vocabulary is a {type(tokens).__name__}; it must be a dictionary of tokens and codes")
+    tokens |= {token["content"]: token["id"] for token in added}
     characters = sorted(tokens, key=tokens.__getitem__)
     if odd := [token for token in characters if len(token) != 1 or "\ud800" <= token <= "\udfff"]:
         listed = ", ".join(map(repr, odd[:3]))

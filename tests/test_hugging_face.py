@@ -518,7 +518,11 @@ REFUSED = {
         "the pre_tokenizer ByteLevel",
     ),
     "lower case": (lambda d: edit(d, "tokenizer.json", normalizer={"type": "Lowercase"}), "the normalizer Lowercase"),
-    "unigrams": (lambda d: edit(d, "tokenizer.json", model={"vocab": [["a", 0.0]]}), "can't be taken over"),
+    "unigrams": (lambda d: edit(d, "tokenizer.json", model={"vocab": [["a", 0.0]]}), "its vocabulary is a list"),
+    "a list": (
+        lambda d: ((d / "tokenizer.json").unlink(), (d / "vocab.json").write_text('["a", "b"]')),
+        "its vocabulary is a list; it must be a dictionary",
+    ),
 }
 
 
