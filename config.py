@@ -178,6 +178,8 @@ def check_trainer_config(c: TrainerConfig) -> None:
         value = getattr(c, name)
         if value not in (None, "auto") and not 0 < value < math.inf:
             raise ValueError(f"trainer_config.{name}={value}: must be above 0")
+    if c.timeout_minutes > 1e6:  # torch can't wait longer than some centuries
+        raise ValueError(f"trainer_config.timeout_minutes={c.timeout_minutes}: must be at most 1,000,000, two years")
     for name in ("data_loader_workers", "seed", "sample_tokens"):
         if getattr(c, name) < 0:
             raise ValueError(f"trainer_config.{name}={getattr(c, name)}: must be at least 0")

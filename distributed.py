@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from console import environment
 from console.errors import one_line
 
 
@@ -59,6 +61,7 @@ def process_group(timeout_minutes: float, device_wish: str = "auto", is_sharded:
     if dist.is_initialized():
         dist.destroy_process_group()
     settle_environment()
+    leave_with_launcher()
     local_rank, restarts = int(os.environ["LOCAL_RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     device = choose_device(local_rank, device_wish)
     timeout = timedelta(minutes=timeout_minutes)
@@ -310,7 +313,7 @@ def gather_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------- armour: restarts, lost ranks, endings
 
-_launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # seen early: it may die while we start
+_launcher = environment.PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None  # torchrun
 _groups: Counter[str] = Counter()  # how many process groups this process has joined, by where they met
 # gloo's thread needs Python's lock to let go of the last tensor that it has sent. Where Python frees the group at that
 # moment, it holds that lock and waits for the thread: a run that is done would hang at its very end. So a group stays
@@ -319,7 +322,7 @@ _kept_alive: list[Any] = []
 
 
 def settle_environment() -> None:
-    """Set what a launcher would have set, where there is none. Raises ValueError where it has set only a part."""
+    """Set what a launcher would have set, where there is none. Raises ValueError where what is set doesn't fit."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:  # a launcher's values always win; port 0: any that is free
         for key, value in alone.items():
@@ -328,6 +331,12 @@ def settle_environment() -> None:
     if missing:
         raise ValueError(
             f"RANK is set, and {', '.join(missing)} not; a launcher sets all of them, and a start alone none"
+        )
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not 0 <= int(rank) < int(world_size):
+        raise ValueError(
+            f"RANK={rank}, WORLD_SIZE={world_size}: the ranks are numbered from 0 to {int(world_size) - 1}; a launcher "
+            "sets both, and a start alone neither"
         )
 
 
@@ -365,6 +374,24 @@ def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int, s
 def is_orphaned() -> bool:
     """Whether the launcher is gone. Nobody would restart or stop this process, so it should leave."""
     return _launcher is not None and os.getppid() != _launcher
+
+
+@cache
+def leave_with_launcher() -> None:
+    """Look for the launcher every second from now on, and leave when it is gone, whatever this process waits for.
+
+    The ranks meet in a store that dies with it: they would look for it until their time is over. (In training, they
+    notice it themselves at the end of a step, and leave together.)
+    """
+
+    def watch() -> None:
+        while not is_orphaned():
+            time.sleep(1)
+        sys.stderr.write("torchrun is gone; leaving\n")
+        os._exit(1)
+
+    if _launcher is not None:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def settle_buckets(model: torch.nn.Module, autocast: AbstractContextManager[Any], tokens: torch.Tensor) -> None:

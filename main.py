@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from char_dataset import Text
 from config import PROJECT, Config
-from console.hints import explain, help_text, hint
+from console.hints import EXPLAINED, explain, help_text, hint, long_number
 from console.logs import open_log_file, set_up_logging
 from console.reporter import Reporter
 from console.sweep import Outcome, directory_name, sweep_table
@@ -148,7 +148,8 @@ def main() -> None:
     code: Any = 0
     try:
         # Hydra would answer --max_steps with a page of usage.
-        complaint = hint([argument for argument in sys.argv[1:] if argument.startswith("--")], RECIPES)
+        options = [argument for argument in sys.argv[1:] if argument.startswith("--")]
+        complaint = hint(options, RECIPES) or long_number(sys.argv[1:])
         if complaint:
             sys.exit(f"error: {complaint}")
         train()
@@ -156,10 +157,13 @@ def main() -> None:
         code = request.code
     except (HydraException, OmegaConfBaseException) as error:
         code = f"error: {explain(error, sys.argv[1:], RECIPES)}"
-    except OSError as error:
+    except (OSError, ValueError) as error:
         if OUTCOMES:  # in a run it would be a bug
             raise
-        code = f"error: the run directory can't be made ({error}); name another with hydra.run.dir=DIR"
+        if isinstance(error, OSError):
+            code = f"error: the run directory can't be made ({error}); name another with hydra.run.dir=DIR"
+        else:  # Hydra's, about the command
+            code = f"error: {hint(sys.argv[1:], RECIPES) or f'{error}; {EXPLAINED}'}"
     if isinstance(code, str):
         sys.stderr.write(f"{code}\n")  # in one piece: print writes two, and another rank's line could come between
         code = 1

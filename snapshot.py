@@ -13,11 +13,14 @@ import logging
 import os
 import posixpath
 import re
+import stat
+import struct
 import time
 import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pickletools import genops
 from typing import Any
 
 import fsspec
@@ -119,6 +122,8 @@ def load_snapshot(url: str) -> Snapshot:
     try:
         filesystem, path = store_of(url)
         is_local = isinstance(filesystem, LocalFileSystem)
+        if is_local:
+            check_is_file(path)
         file: Any = open(path, "rb") if is_local else io.BytesIO(filesystem.cat_file(path))  # noqa: SIM115
     except FileNotFoundError:
         raise
@@ -171,17 +176,30 @@ BYTES_A_SECOND = 10e6
 
 
 def check_archive(file: Any) -> None:
-    """Raise zipfile.BadZipFile unless a file is an archive as torch writes it, whole to the last checksum."""
+    """Raise ValueError or zipfile.BadZipFile unless a file is an archive as torch writes it, to the last checksum."""
     with zipfile.ZipFile(file) as archive:
-        size = file.seek(0, os.SEEK_END)
-        # torch compresses nothing. An archive that unpacks to more than itself would fill the memory.
-        if sum(info.file_size for info in archive.infolist()) > size:
+        records, size = archive.infolist(), file.seek(-98, os.SEEK_END) + 98
+        if sum(record.file_size for record in records) > size:  # it would fill the memory
             raise zipfile.BadZipFile("it unpacks to more bytes than it has")
+        # What zipfile has found must be what torch will find: the first record begins the file, three more end it, and
+        # below 4 GB no size is in an extra field.
+        end = struct.unpack("<4s44xQ4s4xQ4x4s16xH", file.read())
+        is_odd = end != (b"PK\6\6", archive.start_dir, b"PK\6\7", size - 98, b"PK\5\6", 0) or records[0].header_offset
+        if is_odd or any(record.compress_type or (record.extra and size < 2**32) for record in records):
+            raise zipfile.BadZipFile("not as torch writes it")
         # torch.load doesn't look at the checksums: a flipped bit in a tensor would pass.
         damaged = archive.testzip()
         if damaged is not None:
             raise zipfile.BadZipFile(f"checksum of {damaged} is wrong")
+        # torch lets a pickle call more than what makes tensors: bytearray(10**10), for example.
+        for record in records:
+            for opcode, name, _ in genops(archive.read(record)) if "data.pkl" in record.filename.lower() else ():
+                if opcode.name == "GLOBAL" and not re.fullmatch(CALLED, str(name)):
+                    raise ValueError(f"it would call {name}")
     file.seek(0)
+
+
+CALLED = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"  # by the pickle of a snapshot
 
 
 def digest(value: Any) -> str:
@@ -361,6 +379,12 @@ def _link(path: str, name: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def check_is_file(path: str) -> None:
+    """Raise OSError where a path leads to a pipe or a device: whoever reads one may wait, or read on, for ever."""
+    if stat.S_IFMT(os.stat(path).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):  # reading a directory says what it is
+        raise OSError(f"{posixpath.basename(path)} is a pipe or a device, not a file")
 
 
 def _force_to_disk(path: str) -> None:

@@ -33,6 +33,8 @@ def _is_busy() -> bool:
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000" if _is_busy() else "20000")
 
+PARENT = os.getppid()  # seen before torch is loaded: a launcher may die meanwhile
+
 _missing_directories: set[str] = set()  # that this process has asked for, and that weren't there
 
 

@@ -1,6 +1,7 @@
 """What to type instead of a command that can't be run, and what `--help` prints."""
 
 import difflib
+import re
 import shlex
 from dataclasses import fields
 
@@ -62,6 +63,15 @@ def hint(typed: list[str], recipes: list[str]) -> str:
             meant = f"{everywhere[close_keys[0]]}.{close_keys[0]}={value}"
         if meant != argument:
             return f"{argument}: did you mean {shlex.quote(meant)}?{listed} {EXPLAINED}"
+    return ""
+
+
+def long_number(typed: list[str]) -> str:
+    """Which argument is a number that Python can't read, or can't turn into a fraction; empty where none is."""
+    for argument in typed:
+        name, _, value = argument.partition("=")
+        if re.fullmatch(r"[+-]?\d{21,}", value):
+            return f"{name}: a number of {len(value.lstrip('+-'))} digits; at most 20 are allowed"
     return ""
 
 

@@ -48,6 +48,8 @@ def converse(
     """
     with contextlib.suppress(ImportError):  # Windows has none
         import readline  # noqa: F401  (gives `input` a history and arrow keys)
+    typed: Any = sys.stdin
+    typed.reconfigure(errors="replace")  # a byte that isn't UTF-8 would take all with it that was read at once
     asked: list[int] = []  # signals since the last prompt
 
     def remember(number: int, frame: Any) -> None:

@@ -11,7 +11,7 @@ from char_dataset import DataConfig
 from config import PROJECT
 from console.errors import cause, described
 from distributed import Ranks, all_gather
-from snapshot import temporary_beside
+from snapshot import check_is_file, local_path, temporary_beside
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ def read_text(path: str) -> str:
         ValueError: the text can't be read, is empty, or is not UTF-8 (with the offset of the first bad byte).
     """
     try:
+        if place := local_path(path):
+            check_is_file(place)
         with fsspec.open(path, "rb", compression="infer") as file:
             content = file.read()
     except Exception as error:  # each of fsspec's backends raises errors of its own

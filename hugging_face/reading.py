@@ -15,7 +15,7 @@ from torch import Tensor
 from console.errors import described
 from hugging_face.names import FIXED, PREFIX, SIZES, is_transposed, package, parameters
 from model import GPTConfig
-from snapshot import Snapshot, local_path
+from snapshot import Snapshot, check_is_file, local_path
 
 
 def read_directory(url: str) -> Snapshot:
@@ -55,6 +55,7 @@ def read_weights(path: Path, c: GPTConfig) -> dict[str, Tensor]:
 
     Every name, shape and type is compared before a tensor is read.
     """
+    check_is_file(str(path))
     with package("safetensors").safe_open(str(path), framework="pt") as file:
         keys = {key.removeprefix(PREFIX): key for key in file.keys()}  # noqa: SIM118 - it is no dictionary
         keys = {name: key for name, key in keys.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
@@ -92,6 +93,7 @@ def is_directory(path: str) -> bool:
 
 def read_json(path: Path) -> Any:
     """The contents of a JSON file. Raises ValueError, which names the file, where it is none."""
+    check_is_file(str(path))
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -132,12 +134,15 @@ def read_characters(folder: Path) -> list[str]:
     path, merges = folder / "tokenizer.json", folder / "merges.txt"
     if path.exists():
         steps = read_json(path)
-        tokens = {**steps["model"]["vocab"], **{t["content"]: t["id"] for t in steps.get("added_tokens", [])}}
+        tokens, added = steps["model"]["vocab"], steps.get("added_tokens", [])
     elif not (folder / "vocab.json").exists():
         raise ValueError("there is no tokenizer.json")
     else:
         steps = {"pre_tokenizer": {"type": "ByteLevel"}} if merges.exists() else {}
-        tokens = read_json(folder / "vocab.json")
+        tokens, added = read_json(folder / "vocab.json"), []
+    if not isinstance(tokens, dict):
+        raise ValueError(f"its vocabulary is a {type(tokens).__name__}; it must be a dictionary of tokens and codes")
+    tokens |= {token["content"]: token["id"] for token in added}
     characters = sorted(tokens, key=tokens.__getitem__)
     if odd := [token for token in characters if len(token) != 1 or "\ud800" <= token <= "\udfff"]:
         listed = ", ".join(map(repr, odd[:3]))

@@ -37,6 +37,8 @@ def check_model(snapshot: Snapshot, url: str) -> None:
             raise ValueError(f"weights missing or not known: {sorted(map(str, weights.keys() ^ expected.keys()))[:3]}")
         for name, weight in weights.items():
             check_tensor(weight, expected[name].shape, name)
+        if not torch.equal(weights["lm_head.weight"], weights["wte.weight"]):
+            raise ValueError("lm_head.weight isn't wte.weight: here they are one matrix")
         vocabulary = snapshot["vocabulary"]
         if len(CharVocabulary(vocabulary)) != config["vocab_size"] or len({*vocabulary}) != len(vocabulary):
             raise ValueError(f"{len({*vocabulary})} different characters for {config['vocab_size']} codes")

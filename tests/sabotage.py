@@ -4,8 +4,8 @@ At optimizer step STEP, rank RANK raises, hangs, gets a gradient that is not a n
 ("kill"), gets a SIGTERM ("term"), has SLURM send SIGUSR1 to the whole job ("slurm"), or is killed with torchrun and all
 ranks of its node ("node"). The last four happen once: not again in a restarted run. STEP and RANK may be lists, 30,80
 and 0,1, and FAULT as well, or the same for all. "die early" kills the rank in its first attempt, before it looks for a
-snapshot. For "memory", STEP is the number of windows for which that rank has memory, from the start on. A fault that
-comes from inside can't be late, however slow the machine is.
+snapshot. "torchrun" kills torchrun, before torch is loaded. For "memory", STEP is the number of windows for which that
+rank has memory, from the start on. A fault that comes from inside can't be late, however slow the machine is.
 """
 
 import os
@@ -18,6 +18,15 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from console import environment  # noqa: F401  (first, as in main.py)
+
+if sys.argv[1] == "torchrun":
+    agent = os.getppid()
+    if os.environ["RANK"] == sys.argv[3]:
+        os.kill(agent, signal.SIGKILL)
+    while os.getppid() == agent:
+        time.sleep(0.01)
 
 import torch
 

@@ -246,6 +246,20 @@ def test_standard_output_carries_the_texts_alone(snapshot):  # noqa: F811
     assert all(name in process.stderr for name in COMMANDS)
 
 
+def test_an_invalid_byte_costs_its_line_alone(snapshot, tmp_path):  # noqa: F811
+    """Catches a byte that isn't UTF-8, and takes with it all lines that were read in one piece with it."""
+    (tmp_path / "typed").write_bytes(f"/temperature 0\n{PROMPT}\n{PROMPT}".encode() + b"\xff\n" + PROMPT.encode())
+    command = [sys.executable, PROJECT / "generate.py", "--snapshot", snapshot, "--interactive", "--max-new-tokens=30"]
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # as in most languages' settings
+    with open(tmp_path / "typed", "rb") as typed:
+        process = subprocess.run(
+            command, stdin=typed, capture_output=True, text=True, env=env, cwd=PROJECT, check=False
+        )
+    assert process.returncode == 0
+    assert process.stdout == run_generate(snapshot, PROMPT, "--temperature", 0).stdout * 2
+    assert process.stderr.count("error: unknown characters") == 1
+
+
 def test_on_a_terminal_it_is_what_starts(snapshot):  # noqa: F811
     """Catches Ctrl-C that ends the program instead of the text, and a terminal that is given a text unasked."""
     here, there = pty.openpty()

@@ -84,6 +84,22 @@ def test_unreadable_text_is_named(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_only_files_are_read(tmp_path, kind):
+    """Catches a start that waits for ever for a pipe's other end, and one that reads from a device without an end."""
+    path = tmp_path / "text.txt"
+    if kind == "pipe":
+        os.mkfifo(path)
+        other_end = os.open(path, os.O_RDWR)  # a reader that is let in finds it, and doesn't wait
+        os.write(other_end, b"text")
+    else:
+        path.symlink_to("/dev/null")
+    with pytest.raises(ValueError, match=r"can't be read .*text\.txt is a pipe or a device, not a file"):
+        read_text(str(path))
+    if kind == "pipe":
+        os.close(other_end)
+
+
 # --- Download --------------------------------------------------------------------------------------------------------
 
 BODY = bytes(range(256)) * 32768  # 8 MiB: writing them takes long enough to be caught in the act

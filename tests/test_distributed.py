@@ -377,6 +377,15 @@ def test_half_a_launchers_environment_is_named(no_launcher):
         process_group(1.0).__enter__()
 
 
+@pytest.mark.parametrize(("rank", "world_size"), [(5, 1), (-1, 1), (-1, 2), (2, 2)])
+def test_a_rank_that_there_is_not_is_named(no_launcher, rank, world_size):
+    """Catches a rank that looks for the others until its time is over, because RANK and WORLD_SIZE don't fit."""
+    for name, value in zip(LAUNCHER_VARIABLES, (rank, 0, world_size, "127.0.0.1", free_port()), strict=True):
+        no_launcher.setenv(name, str(value))
+    with pytest.raises(ValueError, match=f"RANK={rank}, WORLD_SIZE={world_size}: .*from 0 to {world_size - 1}"):
+        process_group(0.01).__enter__()
+
+
 def test_loader_processes_ignore_the_signals(own_handlers):
     """Catches a worker that a Ctrl-C or SLURM's SIGUSR1 ends, with a traceback, before its rank has saved."""
     noticed = []

@@ -282,6 +282,16 @@ def test_orphans_leave_without_a_snapshot(tmp_path):
     assert last_step(run_dir) <= seen + 3  # one done and not reported, one that had agreed to go on, one to notice
 
 
+def test_orphans_leave_while_they_start(tmp_path):
+    """Ranks whose torchrun is killed before they have met look for its store until their time is over, ten minutes."""
+    process = start(tmp_path / "run", fault=("torchrun", 0, 1), is_real=True)
+    assert process.wait(HANGS) == -signal.SIGKILL
+    deadline = time.monotonic() + HANGS
+    while output(tmp_path / "run").count("torchrun is gone") < 2:
+        assert time.monotonic() < deadline, "still there"
+        time.sleep(0.05)
+
+
 def test_killed_while_a_snapshot_is_written(tmp_path):
     """A snapshot that is written in place is lost together with its predecessor."""
     url = str(tmp_path / "gpt_snapshot.pt")

@@ -440,6 +440,11 @@ def tensors(folder: Path, **changes: torch.Tensor) -> None:
     safetensors_torch.save_file({name: w for name, w in weights.items() if w.numel()}, file)
 
 
+def device(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/null")
+
+
 GONE = torch.empty(0)
 WTE, FC = "transformer__wte__weight", "transformer__h__0__mlp__c_fc__weight"
 REFUSED = {
@@ -460,6 +465,8 @@ REFUSED = {
     "absurd depth": (lambda d: edit(d, "config.json", n_layer=10**12), "n_layer=1000000000000"),
     "absurd width": (lambda d: edit(d, "config.json", n_embd=2**40, n_head=1), "can't be taken over"),
     "absurd length": (lambda d: edit(d, "config.json", n_positions=2**40), r"wpe.weight is F32 \[16, 8\]"),
+    "a device": (lambda d: device(d / "config.json"), r"over: config\.json is a pipe or a device"),
+    "weights of a device": (lambda d: device(d / "model.safetensors"), r"over: model\.safetensors is a pipe"),
     "no dictionary": (lambda d: (d / "config.json").write_text("[]"), "can't be taken over"),
     "no JSON": (lambda d: (d / "config.json").write_bytes(b"\xff"), "config.json is not JSON"),
     "nested too deep": (lambda d: (d / "config.json").write_text("[" * 10**6), "config.json is not JSON"),
@@ -511,7 +518,11 @@ REFUSED = {
         "the pre_tokenizer ByteLevel",
     ),
     "lower case": (lambda d: edit(d, "tokenizer.json", normalizer={"type": "Lowercase"}), "the normalizer Lowercase"),
-    "unigrams": (lambda d: edit(d, "tokenizer.json", model={"vocab": [["a", 0.0]]}), "can't be taken over"),
+    "unigrams": (lambda d: edit(d, "tokenizer.json", model={"vocab": [["a", 0.0]]}), "its vocabulary is a list"),
+    "a list": (
+        lambda d: ((d / "tokenizer.json").unlink(), (d / "vocab.json").write_text('["a", "b"]')),
+        "its vocabulary is a list; it must be a dictionary",
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import io
 import itertools
 import logging
 import math
@@ -9,7 +10,9 @@ import os
 import random
 import shutil
 import socket
+import struct
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -613,8 +616,6 @@ def bytes_at_most(more: int) -> Iterator[None]:
 
 def test_an_archive_that_unpacks_to_much_more_is_not_unpacked(old_run, tmp_path):
     """Catches a file of three megabytes that fills three gigabytes of memory before anything is looked at."""
-    import zipfile
-
     path = tmp_path / "gpt_snapshot.pt"
     shutil.copy(old_run / "gpt_snapshot.pt", path)
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive, archive.open("archive/data/999", "w") as member:
@@ -622,6 +623,76 @@ def test_an_archive_that_unpacks_to_much_more_is_not_unpacked(old_run, tmp_path)
             member.write(bytes(1_000_000))
     with bytes_at_most(20_000_000), pytest.raises(snapshot_module.DamagedSnapshotError, match="unpacks to more bytes"):
         load_snapshot(str(path))
+
+
+def test_an_archive_with_two_directories_is_refused(tmp_path):
+    """Catches 60 kB that pass as 16 bytes and become 60 MB: the directory that is checked isn't the one torch reads."""
+    genuine, file = io.BytesIO(), io.BytesIO()
+    torch.save({"format_version": FORMAT_VERSION, "w": torch.zeros(15_000_000)}, genuine)
+    with zipfile.ZipFile(genuine) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, record in records.items():
+            archive.writestr(name, record[:16] if name.endswith("data/0") else record)
+    directory = file.getvalue()[archive.start_dir : -22]
+    # zipfile takes the directory that ends where the last record begins, and thinks of what is too many bytes as put
+    # in front. torch takes the one that the record names.
+    file = io.BytesIO(b"PK\3\4".ljust(len(directory)) + file.getvalue()[: archive.start_dir])
+    with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as archive:
+        for name, record in records.items():
+            archive.writestr(name, record)
+    odd = tmp_path / "odd.pt"
+    odd.write_bytes(file.getvalue()[:-22] + directory + file.getvalue()[-22:])
+    assert sum(info.file_size for info in zipfile.ZipFile(odd).infolist()) < odd.stat().st_size < 100_000
+    with bytes_at_most(20_000_000), pytest.raises(snapshot_module.DamagedSnapshotError, match="not as torch writes it"):
+        load_snapshot(str(odd))
+
+
+HOSTILE = b"\x80\x02c__builtin__\nbytearray\nJ\x00\xca\x9a\x3b\x85R."  # a pickle: bytearray(1000000000)
+
+
+def test_a_pickle_makes_tensors_only(tmp_path):
+    """Catches thirty bytes that become a gigabyte: torch lets a pickle call bytearray. (And it finds DATA.PKL.)"""
+    writer = torch._C.PyTorchFileWriter(str(tmp_path / "odd.pt"))
+    writer.write_record("DATA.PKL", HOSTILE, len(HOSTILE))
+    writer.write_end_of_file()
+    called = "it would call __builtin__ bytearray"
+    with bytes_at_most(20_000_000), pytest.raises(snapshot_module.DamagedSnapshotError, match=called):
+        load_snapshot(str(tmp_path / "odd.pt"))
+
+
+def test_a_pickle_before_an_archive_is_refused(tmp_path):
+    """Catches a whole archive behind an old-fashioned pickle: zipfile sees the one, and torch reads the other."""
+    genuine, begin = io.BytesIO(), len(HOSTILE)
+    torch.save({"format_version": FORMAT_VERSION}, genuine)
+    odd = bytearray(HOSTILE + genuine.getvalue())
+    with zipfile.ZipFile(genuine) as archive:  # all places in its directory and in its end lie further on now
+        place = archive.start_dir + begin
+        for record in archive.infolist():
+            struct.pack_into("<I", odd, place + 42, record.header_offset + begin)
+            place += 46 + len(record.filename)
+        struct.pack_into("<Q", odd, len(odd) - 50, archive.start_dir + begin)
+        struct.pack_into("<Q", odd, len(odd) - 34, len(odd) - 98)
+        struct.pack_into("<I", odd, len(odd) - 6, archive.start_dir + begin)
+    (tmp_path / "odd.pt").write_bytes(odd)
+    with bytes_at_most(20_000_000), pytest.raises(snapshot_module.DamagedSnapshotError, match="not as torch writes it"):
+        load_snapshot(str(tmp_path / "odd.pt"))
+
+
+def test_a_device_is_not_read(tmp_path):
+    """Catches a snapshot that is a link to /dev/zero, which has no end: reading it takes all memory."""
+    (tmp_path / "odd.pt").symlink_to("/dev/zero")
+    with bytes_at_most(100_000_000), pytest.raises(OSError, match=r"odd\.pt can't be read .*a pipe or a device"):
+        load_snapshot(str(tmp_path / "odd.pt"))
+
+
+def test_a_head_that_is_not_the_embedding_is_refused(old_run, tmp_path):
+    """Catches two models in one file: generating takes wte.weight for both, and a run goes on with lm_head.weight."""
+    snapshot = load_snapshot(str(old_run / "gpt_snapshot.pt"))
+    snapshot["model"]["lm_head.weight"] = snapshot["model"]["wte.weight"] + 1
+    save_snapshot(snapshot, str(tmp_path / "odd.pt"))
+    with pytest.raises(snapshot_module.DamagedSnapshotError, match=r"lm_head\.weight isn't wte\.weight"):
+        load_model(str(tmp_path / "odd.pt"))
 
 
 @pytest.mark.parametrize("key", ["n_layer", "n_embd", "vocab_size", "block_size", "n_head"])
