@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,16 +40,18 @@ from test_trainer import DROPOUT, StopHereError, assert_same_end, make_trainer, 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import ArchitectureConfig, Config, TrainerConfig, complete
-from distributed import Ranks, leave_if_lost, local, norm, process_group
+from distributed import Ranks, gather_tensors, is_shard, leave_if_lost, local, norm, process_group, whole
 from large import memory, plan
 from large.machines import program_files
 from large.memory import is_out_of_memory, recompute_in_backward
 from large.sharding import check_shardable
 from model import GPT, GPTConfig
 from optimizer import OptimizerConfig, create_optimizer
+from saving.run_snapshots import RunError
 from snapshot import load_snapshot
 
 SMALL: dict[str, Any] = {"vocab_size": 17, "block_size": 24, "n_layer": 3, "n_head": 2, "n_embd": 32}
@@ -313,6 +317,8 @@ def run_as_rank(rank: int, folder: Path, ports: dict[int, int]) -> None:
                     settings = [key, f"optimizer_config.name={name}", micro, "trainer_config.grad_norm_clip=0.3"]
                     make_trainer(folder / f"{world}-{strategy}-{name}", *settings, ranks=ranks).fit()
                 look_closer(folder / f"{world}-{strategy}", key, ranks)
+                if world <= 2:
+                    train_in_bfloat16(folder / f"{world}-{strategy}-bfloat16", key, ranks)
                 if world == 2:  # evaluations in steps that aren't saved, and training after them
                     settings = [key, "trainer_config.eval_every_steps=3", "trainer_config.max_steps=7"]
                     run_dir = folder / f"between-{strategy}"
@@ -346,10 +352,25 @@ def go_on_as_rank(rank: int, folder: Path, ports: dict[int, int]) -> None:
                 trainer.fit()
 
 
+class Sums(TorchDispatchMode):
+    """Counts the sums over ranks of which each gets its part."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
 def look_closer(file: Path, key: str, ranks: Any) -> None:
-    """What a rank has of a model, its mask of dropout, an evaluation in which one rank has no window left."""
+    """What a rank has of a model, its mask of dropout, an evaluation in which one rank has no window left.
+
+    What a step of two micro-batches holds and sends, and who notices that one rank's average is not finite.
+    """
     result: dict[str, Any] = {}
-    trainer = make_trainer(Path(f"{file}-looked"), key, *DROPOUT, "data_config.truncate=0.07", ranks=ranks)
+    settings = [key, *DROPOUT, "data_config.truncate=0.07", "optimizer_config.name=adamw"]
+    settings += [f"trainer_config.micro_batch_size={MICRO_BATCHES[ranks.world_size]}", "trainer_config.batch_size=12"]
+    trainer = make_trainer(Path(f"{file}-looked"), *settings, ranks=ranks)
     result["held"] = sum(local(p).numel() for p in trainer.parameters.values())
     result["norm"] = norm(trainer.parameters.values())
     result["evaluation"] = trainer.evaluate()
@@ -361,7 +382,48 @@ def look_closer(file: Path, key: str, ranks: Any) -> None:
     trainer.model.train()
     trainer.model(torch.zeros(2, 16, dtype=torch.int64))
     result["mask"] = masks[0]
+    result["gathered"] = [tensor is not None for tensor in gather_tensors(trainer.parameters).values()]
+    first, second = trainer.raw_model.h
+    second.mlp.register_forward_pre_hook(lambda *_: result.update(others_are_shards=is_shard(first.mlp.c_fc.weight)))
+    for accumulates in (False, True):
+        room = memory.room_for_later(trainer.raw_model, trainer.optimizer, torch.float32, accumulates)
+        result[f"room {accumulates}"] = sum(tensor.numel() for tensor in room)
+    with Sums() as sums:
+        trainer._train_step(trainer._batches())
+    result["sums"] = sums.count
+    if ranks.rank == ranks.world_size - 1:
+        local(trainer.optimizer.state[trainer.parameters["wpe.weight"]]["exp_avg"])[0] = math.nan
+    with pytest.raises(RunError):
+        trainer._check_finite()
     torch.save(result, f"{file}-rank{ranks.rank}.pt")
+
+
+def train_in_bfloat16(folder: Path, key: str, ranks: Any) -> None:
+    """Three steps of two micro-batches, which are the same on one rank and on two; the first gradients, and types."""
+    settings = [key, "trainer_config.use_amp=true", "trainer_config.amp_dtype=bfloat16", "trainer_config.max_steps=3"]
+    settings += ["trainer_config.micro_batch_size=6", "trainer_config.grad_norm_clip=null"]
+    trainer = make_trainer(folder, *settings, ranks=ranks)
+    micro_batches = trainer._batches()
+
+    def as_two_ranks_have_them() -> Iterator[tuple[Tensor, Tensor]]:
+        for one, other in zip(micro_batches, micro_batches, strict=True):
+            x, y = (torch.cat(pair) for pair in zip(one, other, strict=True))
+            yield from ((x[rank::2], y[rank::2]) for rank in range(2))
+
+    if ranks.world_size == 1:
+        vars(trainer)["_batches"] = as_two_ranks_have_them
+    gradients, types = list[dict[str, Tensor]](), set[tuple[str, torch.dtype, torch.dtype]]()
+    block = trainer.raw_model.h[1]
+    for name, module in {"ln": block.ln_1, "fc": block.mlp.c_fc, "ln_f": trainer.raw_model.ln_f}.items():
+        module.register_forward_hook(
+            lambda m, _, out, name=name: types.add((name, m.weight.dtype, out.dtype)) if m.training else None
+        )
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append({name: whole(p.grad).clone() for name, p in trainer.parameters.items()})
+    )
+    trainer.fit()
+    if ranks.is_main:
+        torch.save({"gradient": gradients[0], "types": {*types}}, folder / "first_step.pt")
 
 
 @pytest.fixture(scope="module")
@@ -460,6 +522,41 @@ def test_ranks_hold_shares_and_drop_and_evaluate_as_before(runs, world):
             assert result["norm"] == pytest.approx(whole["norm"], rel=1e-6)
             assert result["evaluation"] == pytest.approx(whole["evaluation"], abs=1e-6)
     assert held == whole["held"]
+
+
+@pytest.mark.parametrize("world", slow_beyond_two(WORLDS, ranks=lambda world: world))
+def test_what_a_step_of_shards_holds_and_sends(runs, world):
+    """Catches what no result shows: all ranks keep what is gathered, blocks that are gathered at once, sums too many.
+
+    And a trial of "auto" that takes gradients for shards while they are whole.
+    """
+    n = torch.load(runs / "1-ddp-rank0.pt", weights_only=True)["held"]  # numbers of the whole model
+    for strategy, rank in itertools.product(STRATEGIES, range(world)):
+        result = torch.load(runs / f"{world}-{strategy}-rank{rank}.pt", weights_only=True)
+        assert set(result["gathered"]) == {rank == 0}
+        assert result["others_are_shards"] == (strategy == "fsdp")
+        # Two micro-batches: each of two blocks, and the rest of the model, are summed after the last one only.
+        assert result["sums"] == (3 if strategy == "fsdp" and world > 1 else 0)
+        # A gradient and AdamW's two averages; the gradient in whole while micro-batches add up.
+        assert result["room False"] == 3 * result["held"]
+        assert result["room True"] == 2 * result["held"] + n
+
+
+@pytest.mark.parametrize("run", [(2, "ddp"), (1, "fsdp"), (2, "fsdp")])
+def test_bfloat16_narrows_what_is_gathered_and_nothing_that_is_summed(runs, run):
+    """Catches gradients that ranks sum in bfloat16, weights gathered in float32, norms or embeddings in bfloat16."""
+    folder, reference = runs / f"{run[0]}-{run[1]}-bfloat16", runs / "1-ddp-bfloat16"
+    there, here = (torch.load(place / "first_step.pt", weights_only=True) for place in (reference, folder))
+    wide, narrow = torch.float32, torch.bfloat16
+    gathered = narrow if run[1] == "fsdp" else wide
+    assert here["types"] == {("ln", gathered, wide), ("fc", gathered, narrow), ("ln_f", wide, wide)}
+    for name, gradient in there["gradient"].items():
+        # All are sums of two numbers in float32, the same two on either side. But of a block's norms, which fsdp has
+        # gathered in bfloat16, each of the two is rounded to 8 bits.
+        rounding = 2**-7 if run[1] == "fsdp" and ".ln_" in name else 1e-6
+        torch.testing.assert_close(here["gradient"][name], gradient, rtol=rounding, atol=rounding * 0.1, msg=name)
+    losses = read_losses(reference)
+    assert read_losses(folder) == {step: pytest.approx(loss, abs=2e-3) for step, loss in losses.items()}
 
 
 @pytest.mark.parametrize(
