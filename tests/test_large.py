@@ -192,18 +192,25 @@ def test_torch_still_words_it_like_that():
 
 @pytest.mark.parametrize(("share", "most", "tried"), [(12, 12, [12]), (12, 4, [12, 6, 3]), (15, 2, [15, 5, 1])])
 def test_tries_divisors_of_the_share(tmp_path, monkeypatch, share, most, tried):
-    """Catches micro-batches that don't divide the rank's share, and a search that stops too early or too late."""
-    seen = []
-    monkeypatch.setattr(memory, "try_step", lambda size, *_: seen.append(size) if size <= most else fail(size))
+    """Catches micro-batches that don't divide the rank's share, and a search that stops too early or too late.
 
-    def fail(size: int) -> None:
+    And a trial of several micro-batches that doesn't keep room for the gradients that they add up.
+    """
+    seen, accumulating = [], []
+
+    def try_step(size: int, *arguments: Any) -> None:
         seen.append(size)
-        raise torch.OutOfMemoryError("simulated")
+        accumulating.append(arguments[-1])
+        if size > most:
+            raise torch.OutOfMemoryError("simulated")
+
+    monkeypatch.setattr(memory, "try_step", try_step)
 
     settings = [f"trainer_config.batch_size={share}", "trainer_config.micro_batch_size=auto"]
     with world_of_one() as ranks:
         trainer = make_trainer(tmp_path, *settings, ranks=ranks)
     assert seen == tried
+    assert accumulating == [size < share for size in tried]
     assert trainer.micro_batch_size == tried[-1]
     assert trainer.accumulation_steps * trainer.micro_batch_size == share
 
@@ -246,6 +253,39 @@ def test_the_trial_takes_as_much_memory_as_a_step(tmp_path, monkeypatch, optimiz
         state = [t for values in trainer.optimizer.state.values() for t in values.values() if t.ndim > 0]
         gradients = [p.grad if p.grad is not None else p for p in trainer.raw_model.parameters()]
         assert room == sum(t.nbytes for t in [*state, *gradients])
+
+
+WIDE = ["gpt_config.n_embd=128", "gpt_config.n_layer=4"]  # mostly weights
+MANY = ["gpt_config.n_embd=32", "gpt_config.n_layer=4", "data_config.block_size=64"]  # mostly activations
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "recomputes"), [(WIDE, "bfloat16", False), (MANY, "float32", False), (MANY, "float32", True)]
+)
+def test_the_trials_peak_is_that_of_a_step(tmp_path, sizes, dtype, recomputes):
+    """Catches a trial without its placeholders, narrow copies, backward pass or precision, or that drops them early."""
+    settings = [*sizes, "trainer_config.micro_batch_size=6", "optimizer_config.name=adamw"]
+    settings += ["trainer_config.use_amp=true", f"trainer_config.amp_dtype={dtype}"]
+    settings += [f"trainer_config.activation_checkpointing={recomputes}"]
+    with world_of_one() as ranks:
+        trainer = make_trainer(tmp_path, *settings, ranks=ranks)
+        with plan.LiveBytes() as trial:
+            count(trainer.raw_model)
+            memory.try_step(6, trainer.raw_model, trainer.optimizer, trainer.dtype, recomputes, accumulates=True)
+        batches = trainer._batches()
+        with plan.LiveBytes() as step:
+            count(trainer.raw_model)
+            trainer._train_step(batches)  # makes the averages
+            step.peak = step.now
+            trainer._train_step(batches)  # its second micro-batch finds gradients
+    # Measured: 1.07, 1.01 and 1.02. The stand-in's own block comes on top, and nothing may be missing.
+    assert 1.0 <= trial.peak / step.peak < 1.1
+
+
+def count(model: GPT) -> None:
+    """Let `plan.LiveBytes` know of weights that were there before it; it counts the bytes of all results."""
+    for p in model.parameters():
+        p.detach()
 
 
 def run_with_little_memory(run_dir: Path, most: int, *overrides: str) -> Any:

@@ -529,13 +529,19 @@ SNAPSHOTS = ("gpt_snapshot.pt", "gpt_snapshot.prev.pt", "gpt_snapshot.best.pt")
 
 
 @pytest.mark.parametrize("due", ["eval", "save"])
-def test_nothing_is_evaluated_or_saved_with_broken_weights(tmp_path, monkeypatch, due):
-    """Catches a NaN that comes between two looks at the loss, and is then sampled from, or taken for the best."""
+@pytest.mark.parametrize("part", ["weight", "exp_avg_sq"])
+def test_nothing_is_evaluated_or_saved_with_broken_weights(tmp_path, monkeypatch, due, part):
+    """Catches a NaN that comes between two looks at the loss, and is then sampled from, or taken for the best.
+
+    And one in an average of the optimizer, which the next step would bring into the weights.
+    """
     with world_of_one() as ranks:
         trainer = make_trainer(tmp_path, ranks=ranks)
         trainer.resume()
+        weight = trainer.raw_model.wte.weight
+        average = trainer.optimizer.state[weight]["exp_avg_sq"] = torch.zeros_like(weight)
         with torch.no_grad():
-            trainer.raw_model.wte.weight[3, 3] = float("nan")
+            (weight if part == "weight" else average)[3, 3] = math.nan
         monkeypatch.setattr(trainer, "evaluate", lambda: pytest.fail("evaluated"))
         with pytest.raises(RunError, match="step 0 has left weights"):
             trainer._evaluate_and_keep_best() if due == "eval" else trainer._save()
