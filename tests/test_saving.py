@@ -23,6 +23,7 @@ from test_trainer import make_trainer, world_of_one
 
 import generate
 import snapshot as snapshot_module
+from saving.contents import check_contents
 from saving.finding import load_model
 from saving.moving import set_aside
 from saving.run_snapshots import RunError, load_own
@@ -491,6 +492,43 @@ def test_odd_optimizer_state_is_damage(old_run, tmp_path, change):
         trainer = make_trainer(tmp_path, ranks=ranks)
         trainer.resume()
     assert trainer.step == 15
+
+
+SCALER = {"scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 0}
+ODD_PARTS = {
+    "best loss nan": lambda s: s.update(best_eval_loss=math.nan),
+    "best_eval_loss is a int": lambda s: s.update(best_eval_loss=2),
+    "best_step is a bool": lambda s: s.update(best_step=True),
+    "step -1": lambda s: s.update(step=-1),
+    "step 4294967296": lambda s: s.update(step=2**32),
+    "step is a bool": lambda s: s.update(step=True),
+    "n_head is a bool": lambda s: s["model_config"].update(n_head=True),
+    "weights that share their memory": lambda s: s["model"].update({"ln_f.weight": s["model"]["ln_f.bias"]}),
+    "wpe.weight has values that are not finite": lambda s: s["model"]["wpe.weight"].fill_(math.inf),
+    "wpe.weight is torch.float64": lambda s: s["model"].update({"wpe.weight": torch.ones(16, 16).double()}),
+    "wpe.weight is torch.float32 .15, 16.": lambda s: s["model"].update({"wpe.weight": torch.ones(15, 16)}),
+    "wpe.weight is torch.float32 .16, 16.": lambda s: s["model"].update({"wpe.weight": torch.ones(16, 16).t()}),
+    "wpe.weight has no data": lambda s: s["model"].update({"wpe.weight": torch.ones(16, 16, device="meta")}),
+    "59 different characters for 60": lambda s: s.update(vocabulary=s["vocabulary"][:-1] + s["vocabulary"][0]),
+    "59 different characters for 60 codes": lambda s: s.update(vocabulary=s["vocabulary"][:-1]),
+    "scale is a bool": lambda s: s.update(scaler={**SCALER, "scale": True}),
+    "_growth_tracker is a float": lambda s: s.update(scaler={**SCALER, "_growth_tracker": 1.0}),
+    "directory is missing": lambda s: s.update(run={"launch": "x"}),
+    "max_steps is a dict": lambda s: s["config"]["trainer_config"].update(max_steps={}),
+}
+
+
+@pytest.mark.parametrize("complaint", ODD_PARTS)
+def test_odd_parts_are_damage(old_run, complaint):
+    """Catches a best loss that no other is below, copies of one tensor, two codes for a character, True for a number.
+
+    Without a digest, nothing but the contents can tell.
+    """
+    snapshot = load_snapshot(str(old_run / "gpt_snapshot.pt"))
+    check_contents(snapshot | {"scaler": SCALER}, "fine.pt")
+    ODD_PARTS[complaint](snapshot)
+    with pytest.raises(snapshot_module.DamagedSnapshotError, match=rf"odd\.pt .*{complaint}"):
+        check_contents(snapshot, "odd.pt")
 
 
 def test_parts_that_hold_each_other_end(tmp_path, old_run):
