@@ -44,9 +44,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import ArchitectureConfig, Config, TrainerConfig, complete
-from distributed import Ranks, gather_tensors, is_shard, leave_if_lost, local, norm, process_group, whole
+from distributed import Ranks, distribute, gather_tensors, is_shard, leave_if_lost, local, norm, process_group, whole
 from large import memory, plan
-from large.machines import program_files
+from large.machines import program_files, versions, warn_of_separate_disks
 from large.memory import is_out_of_memory, recompute_in_backward
 from large.sharding import check_shardable
 from model import GPT, GPTConfig
@@ -411,9 +411,9 @@ def look_closer(file: Path, key: str, ranks: Any) -> None:
     settings = [key, *DROPOUT, "data_config.truncate=0.07", "optimizer_config.name=adamw"]
     settings += [f"trainer_config.micro_batch_size={MICRO_BATCHES[ranks.world_size]}", "trainer_config.batch_size=12"]
     trainer = make_trainer(Path(f"{file}-looked"), *settings, ranks=ranks)
-    result["held"] = sum(local(p).numel() for p in trainer.parameters.values())
     result["norm"] = norm(trainer.parameters.values())
     result["evaluation"] = trainer.evaluate()
+    result["held"] = sum(local(p).numel() for p in trainer.raw_model.parameters())
     masks = []
     trainer.raw_model.drop.register_forward_hook(
         lambda module, _, out: masks.append(out == 0) if module.training else 0
@@ -423,8 +423,10 @@ def look_closer(file: Path, key: str, ranks: Any) -> None:
     trainer.model(torch.zeros(2, 16, dtype=torch.int64))
     result["mask"] = masks[0]
     result["gathered"] = [tensor is not None for tensor in gather_tensors(trainer.parameters).values()]
-    first, second = trainer.raw_model.h
-    second.mlp.register_forward_pre_hook(lambda *_: result.update(others_are_shards=is_shard(first.mlp.c_fc.weight)))
+    blocks: Any = trainer.raw_model.h
+    blocks[1].mlp.register_forward_pre_hook(
+        lambda *_: result.update(others_are_shards=is_shard(blocks[0].mlp.c_fc.weight))
+    )
     for accumulates in (False, True):
         room = memory.room_for_later(trainer.raw_model, trainer.optimizer, torch.float32, accumulates)
         result[f"room {accumulates}"] = sum(tensor.numel() for tensor in room)
@@ -433,8 +435,13 @@ def look_closer(file: Path, key: str, ranks: Any) -> None:
     result["sums"] = sums.count
     if ranks.rank == ranks.world_size - 1:
         local(trainer.optimizer.state[trainer.parameters["wpe.weight"]]["exp_avg"])[0] = math.nan
-    with pytest.raises(RunError):
+    with pytest.raises(RunError):  # on all ranks
         trainer._check_finite()
+    with pytest.MonkeyPatch.context() as patch:
+        model, compiled = GPT(GPTConfig(**SMALL)), list[torch.nn.Module]()
+        patch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+        distribute(model, trainer.config.strategy, torch.float32, True, ranks.device)
+        result["compiled"] = [name for name, module in model.named_modules() if module in compiled]
     torch.save(result, f"{file}-rank{ranks.rank}.pt")
 
 
@@ -453,7 +460,7 @@ def train_in_bfloat16(folder: Path, key: str, ranks: Any) -> None:
     if ranks.world_size == 1:
         vars(trainer)["_batches"] = as_two_ranks_have_them
     gradients, types = list[dict[str, Tensor]](), set[tuple[str, torch.dtype, torch.dtype]]()
-    block = trainer.raw_model.h[1]
+    block: Any = trainer.raw_model.h[1]
     for name, module in {"ln": block.ln_1, "fc": block.mlp.c_fc, "ln_f": trainer.raw_model.ln_f}.items():
         module.register_forward_hook(
             lambda m, _, out, name=name: types.add((name, m.weight.dtype, out.dtype)) if m.training else None
@@ -568,12 +575,13 @@ def test_ranks_hold_shares_and_drop_and_evaluate_as_before(runs, world):
 def test_what_a_step_of_shards_holds_and_sends(runs, world):
     """Catches what no result shows: all ranks keep what is gathered, blocks that are gathered at once, sums too many.
 
-    And a trial of "auto" that takes gradients for shards while they are whole.
+    And a trial of "auto" that takes gradients for shards while they are whole, and blocks that nobody compiles.
     """
     n = torch.load(runs / "1-ddp-rank0.pt", weights_only=True)["held"]  # numbers of the whole model
     for strategy, rank in itertools.product(STRATEGIES, range(world)):
         result = torch.load(runs / f"{world}-{strategy}-rank{rank}.pt", weights_only=True)
         assert set(result["gathered"]) == {rank == 0}
+        assert result["compiled"] == (["h.0", "h.1", "h.2"] if strategy == "fsdp" else [""])  # "": the model
         assert result["others_are_shards"] == (strategy == "fsdp")
         # Two micro-batches: each of two blocks, and the rest of the model, are summed after the last one only.
         assert result["sums"] == (3 if strategy == "fsdp" and world > 1 else 0)
@@ -971,6 +979,39 @@ def test_every_module_counts_as_the_program():
     named = {str(path.relative_to(PROJECT)) for path in program_files()}
     assert named >= {"main.py", "muon.py", "large/sharding.py", "saving/run_snapshots.py", "data/corpus.py"}
     assert not any(name.startswith(("tests", "docs", "benchmarks")) for name in named)
+
+
+def test_what_must_be_alike_before_the_first_step(monkeypatch):
+    """Catches a torch that isn't compared, paths that must be equal on all machines, and paths that nobody looks at."""
+    own = versions(Config().as_dict())
+
+    def differing(**settings: Any) -> list[str]:
+        config = Config()
+        for key, value in settings.items():
+            vars(config.data_config if key == "path" else config.trainer_config)[key] = value
+        there = versions(config.as_dict())
+        assert own.keys() == there.keys()
+        return [name for name in own if own[name] != there[name]]
+
+    assert differing() == []
+    assert differing(seed=2) == ["configuration"]
+    for key in ("snapshot_path", "init_from"):  # one machine names it, another doesn't; or each has its own
+        assert differing(**{key: "/here/x.pt"}) == ["configuration"]
+    assert differing(path="/here/text") == ["configuration"]
+    own = versions(Config(trainer_config=TrainerConfig(snapshot_path="/there/x.pt")).as_dict())
+    assert differing(snapshot_path="/here/x.pt") == []
+    own = versions(Config().as_dict())
+    monkeypatch.setattr(torch, "__version__", "2.0")
+    assert differing() == ["torch"]
+
+
+@pytest.mark.parametrize("place", ["memory://bucket/gpt_snapshot.pt", "{folder}/gpt_snapshot.pt"])
+def test_no_warning_about_disks_where_there_is_one_or_none(tmp_path, caplog, place):
+    """Catches a warning that snapshots in a store can't be seen by other machines."""
+    with world_of_one() as ranks:
+        warn_of_separate_disks(place.format(folder=tmp_path), ranks)
+    assert caplog.messages == []
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("what", ["program", "text"])
