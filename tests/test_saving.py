@@ -23,10 +23,11 @@ from test_trainer import make_trainer, world_of_one
 
 import generate
 import snapshot as snapshot_module
+from distributed import Ranks
 from saving.contents import check_contents
 from saving.finding import load_model
 from saving.moving import set_aside
-from saving.run_snapshots import RunError, load_own
+from saving.run_snapshots import RunError, RunSnapshots, load_own
 from snapshot import FORMAT_VERSION, best_url, load_snapshot, previous_url, save_snapshot
 
 
@@ -229,6 +230,82 @@ def test_a_run_in_another_directory_does_not_take_a_snapshot_over(url, tmp_path)
             second.resume()
         again.resume()
         assert again.step == 5
+
+
+def snapshots_of(run_dir: Path, place: Path, ranks: Ranks, launch: str, is_restart: bool = False) -> RunSnapshots:
+    """The snapshots of a run, as a launch of that name opens them."""
+    return RunSnapshots(str(run_dir), str(place), dataclasses.replace(ranks, launch=launch, is_restart=is_restart))
+
+
+def test_a_file_of_the_same_size_can_be_another_runs(old_run, tmp_path):
+    """Catches files told apart by their sizes: snapshots of two runs of one model are equally large."""
+    place, state = tmp_path / "gpt_snapshot.pt", load_snapshot(str(old_run / "gpt_snapshot.pt"))
+    with world_of_one() as ranks:
+        one = snapshots_of(tmp_path / "one", place, ranks, "1")
+        one.open(True, lambda *_: None)
+        one.save(state)
+    size, mine = place.stat().st_size, load_snapshot(str(place))
+    save_snapshot({**mine, "run": {**mine["run"], "directory": str(tmp_path / "two")}}, str(place))
+    assert place.stat().st_size == size
+    with pytest.raises(RunError, match=str(tmp_path / "two")):
+        one.save({**state, "step": 21})
+
+
+def test_two_launches_of_one_run_never_overwrite_each_other(old_run, tmp_path):
+    """Catches an owner that is known by its directory alone, where a lock on that can't keep a second start away."""
+    place, state = tmp_path / "store" / "gpt_snapshot.pt", load_snapshot(str(old_run / "gpt_snapshot.pt"))
+    with world_of_one() as ranks:
+        first, second = (snapshots_of(tmp_path / "run", place, ranks, launch) for launch in "12")
+        for launch in (first, second):
+            launch.open(True, lambda *_: None)
+        first.save({**state, "step": 5})
+        with pytest.raises(RunError, match="does not overwrite it"):
+            second.save({**state, "step": 6})
+    assert load_snapshot(str(place))["step"] == 5
+
+
+@pytest.mark.parametrize(("is_restart", "found"), [(True, 5), (False, None)])
+def test_a_second_start_under_the_same_name_is_no_restart(old_run, tmp_path, is_restart, found):
+    """Catches resume=false that goes on, because the launcher was given the same --rdzv_id as the time before."""
+    run_dir, state = tmp_path / "run", load_snapshot(str(old_run / "gpt_snapshot.pt"))
+    with world_of_one() as ranks:
+        first = snapshots_of(run_dir, run_dir / "gpt_snapshot.pt", ranks, "job")
+        first.open(True, lambda *_: None)
+        first.save({**state, "step": 5})
+        again = snapshots_of(run_dir, run_dir / "gpt_snapshot.pt", ranks, "job", is_restart)
+        snapshot = again.open(False, lambda *_: None)
+    assert (snapshot and snapshot["step"]) == found
+    assert (run_dir / "old-1" / "gpt_snapshot.pt").exists() != is_restart
+
+
+def test_a_restart_of_a_run_that_began_with_the_one_before_it(copied_run):
+    """Catches a base model that is looked for where it was: the run that it belonged to has been moved aside."""
+    settings = [f"trainer_config.init_from={copied_run / 'gpt_snapshot.best.pt'}", "trainer_config.resume=false"]
+    with world_of_one() as ranks:
+        for is_restart in (False, True):
+            launch = dataclasses.replace(ranks, is_restart=is_restart)
+            trainer = make_trainer(copied_run, *settings, ranks=launch)
+            trainer.resume()
+            assert trainer.step == (5 if is_restart else 0)
+            trainer.state.step = 5
+            trainer._save()
+    assert (copied_run / "old-1" / "gpt_snapshot.best.pt").exists()
+    assert not (copied_run / "old-2").exists()
+
+
+@pytest.mark.parametrize("taken", ["run", "store"])
+def test_an_old_run_gets_a_number_that_is_free_in_both_places(tmp_path, taken):
+    """Catches an old run that is mixed with an older one: in its directory, or where its snapshots lie."""
+    settings = [f"trainer_config.snapshot_path={tmp_path / 'store' / 'gpt_snapshot.pt'}", "trainer_config.max_steps=1"]
+    older = tmp_path / taken / "old-1" / "gpt_snapshot.pt"
+    older.parent.mkdir(parents=True)
+    older.write_text("older")
+    for resume in ("true", "false"):
+        run = train(tmp_path / "run", *settings, f"trainer_config.resume={resume}")
+        assert run.returncode == 0, run.stderr
+    assert older.read_text() == "older"
+    assert {path.name for path in (tmp_path / "store" / "old-2").iterdir()} >= {"gpt_snapshot.pt"}
+    assert (tmp_path / "run" / "old-2" / "main.log").exists()
 
 
 def test_a_save_that_arrives_late_is_no_other_run(tmp_path):
