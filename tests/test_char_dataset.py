@@ -332,6 +332,16 @@ def test_every_phase_occurs():
     assert phases == set(range(8))
 
 
+@pytest.mark.parametrize(("length", "block_size", "batch_size"), [(103, 10, 2), (200, 8, 7)])
+def test_every_target_is_drawn_in_some_epoch(length, block_size, batch_size):
+    """Catches the end of the text left out in every epoch: windows beyond the full steps, targets of the last phase."""
+    drawn = set()
+    for epoch in range(300):
+        for start in epoch_of(length, block_size, batch_size, 1, 0, epoch=epoch):
+            drawn |= set(range(start + 1, start + block_size + 1))
+    assert drawn == set(range(1, length))
+
+
 def test_first_step_lasts_for_one_epoch_only():
     """Catches a restart in the middle of an epoch that shortens every later epoch as well."""
     sampler = WindowSampler(CharDataset(positions(1000), 8), 4, 1, 0, 0)

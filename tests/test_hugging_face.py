@@ -190,6 +190,13 @@ def test_the_model_card_says_what_is_known_and_no_places(tmp_path):
     pasted = run_program(sys.executable, "-c", code, cwd=tmp_path / "new" / "model", env={"HF_HUB_OFFLINE": "1"})
     assert pasted.returncode == 0, pasted.stderr
     assert pasted.stdout.strip()
+    # No place that the run began from, and no loss of a later step: curves go on where the snapshot is an older one.
+    state["config"]["trainer_config"]["init_from"] = "/home/me/base.pt"
+    began = writing.card(state, str(snapshot))
+    assert "/home/me" not in began
+    assert "| began with the weights of another model | yes |" in began
+    older = load_snapshot(str(tmp_path / "run" / "gpt_snapshot.prev.pt"))
+    assert "evaluation loss" not in writing.card(older, str(snapshot))  # step 15 was not evaluated
     # Beside a copy, curves may be those of another run.
     shutil.copy(snapshot, tmp_path / "copy.pt")
     shutil.copy(next((tmp_path / "run").glob("events*")), tmp_path)
@@ -205,6 +212,7 @@ def test_the_model_card_says_what_is_known_and_no_places(tmp_path):
         ("newlines", "tokenizer"),
         ("blanks", "tokenizer"),
         ("greedy", "greedy"),
+        ("nan", "logits differ by nan"),
     ],
 )
 def test_the_check_sees_a_wrong_export_and_leaves_nothing(tmp_path, monkeypatch, altered, word):
@@ -223,6 +231,15 @@ def test_the_check_sees_a_wrong_export_and_leaves_nothing(tmp_path, monkeypatch,
             return config, tensors
 
         monkeypatch.setattr(writing, "to_hugging_face", exchanged)
+    elif altered == "nan":  # as half a file of weights might be; NaN is neither above a limit nor below it
+        right = transformers.GPT2LMHeadModel.forward
+
+        def broken(model: Any, *inputs: Any, **how: Any) -> Any:
+            output = right(model, *inputs, **how)
+            output.logits[0, 1, 2] = float("nan")
+            return output
+
+        monkeypatch.setattr(transformers.GPT2LMHeadModel, "forward", broken)
     elif altered == "greedy":
         right = transformers.GPT2LMHeadModel.generate
         wrong = lambda model, idx, **how: torch.cat([idx, 8 - right(model, idx, **how)[:, 1:]], dim=1)  # noqa: E731

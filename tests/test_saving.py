@@ -30,6 +30,7 @@ import generate
 import snapshot as snapshot_module
 from config import TrainerConfig
 from distributed import Ranks
+from saving.contents import check_contents
 from saving.finding import load_model
 from saving.moving import set_aside
 from saving.run_snapshots import RunError, RunSnapshots
@@ -410,6 +411,83 @@ def test_a_run_in_another_directory_does_not_take_a_snapshot_over(url, tmp_path)
         assert again.step == 5
 
 
+def snapshots_of(run_dir: Path, place: Path, ranks: Ranks, launch: str, **settings: Any) -> RunSnapshots:
+    """The snapshots of a run, as a launch of that name opens them."""
+    ranks = dataclasses.replace(ranks, launch=launch, is_restart=settings.pop("is_restart", False))
+    return RunSnapshots(str(run_dir), TrainerConfig(snapshot_path=str(place), **settings), ranks)
+
+
+def test_a_file_of_the_same_size_can_be_another_runs(old_run, tmp_path):
+    """Catches files told apart by their sizes: snapshots of two runs of one model are equally large."""
+    place, state = tmp_path / "gpt_snapshot.pt", load_snapshot(str(old_run / "gpt_snapshot.pt"))
+    with world_of_one() as ranks:
+        one = snapshots_of(tmp_path / "one", place, ranks, "1")
+        one.open(lambda *_: None)
+        one.save(state)
+    size, mine = place.stat().st_size, load_snapshot(str(place))
+    save_snapshot({**mine, "run": {**mine["run"], "directory": str(tmp_path / "two")}}, str(place))
+    assert place.stat().st_size == size
+    with pytest.raises(RunError, match=str(tmp_path / "two")):
+        one.save({**state, "step": 21})
+
+
+def test_two_launches_of_one_run_never_overwrite_each_other(old_run, tmp_path):
+    """Catches an owner that is known by its directory alone, where a lock on that can't keep a second start away."""
+    place, state = tmp_path / "store" / "gpt_snapshot.pt", load_snapshot(str(old_run / "gpt_snapshot.pt"))
+    with world_of_one() as ranks:
+        first, second = (snapshots_of(tmp_path / "run", place, ranks, launch) for launch in "12")
+        for launch in (first, second):
+            launch.open(lambda *_: None)
+        first.save({**state, "step": 5})
+        with pytest.raises(RunError, match="does not overwrite it"):
+            second.save({**state, "step": 6})
+    assert load_snapshot(str(place))["step"] == 5
+
+
+@pytest.mark.parametrize(("is_restart", "found"), [(True, 5), (False, None)])
+def test_a_second_start_under_the_same_name_is_no_restart(old_run, tmp_path, is_restart, found):
+    """Catches resume=false that goes on, because the launcher was given the same --rdzv_id as the time before."""
+    run_dir, state = tmp_path / "run", load_snapshot(str(old_run / "gpt_snapshot.pt"))
+    with world_of_one() as ranks:
+        first = snapshots_of(run_dir, run_dir / "gpt_snapshot.pt", ranks, "job")
+        first.open(lambda *_: None)
+        first.save({**state, "step": 5})
+        place, how = run_dir / "gpt_snapshot.pt", {"resume": False, "is_restart": is_restart}
+        snapshot = snapshots_of(run_dir, place, ranks, "job", **how).open(lambda *_: None)
+    assert (snapshot and snapshot["step"]) == found
+    assert (run_dir / "old-1" / "gpt_snapshot.pt").exists() != is_restart
+
+
+def test_a_restart_of_a_run_that_began_with_the_one_before_it(copied_run):
+    """Catches a base model that is looked for where it was: the run that it belonged to has been moved aside."""
+    settings = [f"trainer_config.init_from={copied_run / 'gpt_snapshot.best.pt'}", "trainer_config.resume=false"]
+    with world_of_one() as ranks:
+        for is_restart in (False, True):
+            launch = dataclasses.replace(ranks, is_restart=is_restart)
+            trainer = make_trainer(copied_run, *settings, ranks=launch)
+            trainer.resume()
+            assert trainer.step == (5 if is_restart else 0)
+            trainer.state.step = 5
+            trainer._save()
+    assert (copied_run / "old-1" / "gpt_snapshot.best.pt").exists()
+    assert not (copied_run / "old-2").exists()
+
+
+@pytest.mark.parametrize("taken", ["run", "store"])
+def test_an_old_run_gets_a_number_that_is_free_in_both_places(tmp_path, taken):
+    """Catches an old run that is mixed with an older one: in its directory, or where its snapshots lie."""
+    settings = [f"trainer_config.snapshot_path={tmp_path / 'store' / 'gpt_snapshot.pt'}", "trainer_config.max_steps=1"]
+    older = tmp_path / taken / "old-1" / "gpt_snapshot.pt"
+    older.parent.mkdir(parents=True)
+    older.write_text("older")
+    for resume in ("true", "false"):
+        run = train(tmp_path / "run", *settings, f"trainer_config.resume={resume}")
+        assert run.returncode == 0, run.stderr
+    assert older.read_text() == "older"
+    assert {path.name for path in (tmp_path / "store" / "old-2").iterdir()} >= {"gpt_snapshot.pt"}
+    assert (tmp_path / "run" / "old-2" / "main.log").exists()
+
+
 def test_a_save_that_arrives_late_is_no_other_run(tmp_path):
     """Catches a run that ends because its own save, which had seemed to fail, was written after all."""
     with world_of_one() as ranks:
@@ -741,6 +819,43 @@ def test_odd_optimizer_state_is_damage(old_run, tmp_path, change):
     assert trainer.step == 15
 
 
+SCALER = {"scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 0}
+ODD_PARTS = {
+    "best loss nan": lambda s: s.update(best_eval_loss=math.nan),
+    "best_eval_loss is a int": lambda s: s.update(best_eval_loss=2),
+    "best_step is a bool": lambda s: s.update(best_step=True),
+    "step -1": lambda s: s.update(step=-1),
+    "step 4294967296": lambda s: s.update(step=2**32),
+    "step is a bool": lambda s: s.update(step=True),
+    "n_head is a bool": lambda s: s["model_config"].update(n_head=True),
+    "weights that share their memory": lambda s: s["model"].update({"ln_f.weight": s["model"]["ln_f.bias"]}),
+    "wpe.weight has values that are not finite": lambda s: s["model"]["wpe.weight"].fill_(math.inf),
+    "wpe.weight is torch.float64": lambda s: s["model"].update({"wpe.weight": torch.ones(16, 16).double()}),
+    "wpe.weight is torch.float32 .15, 16.": lambda s: s["model"].update({"wpe.weight": torch.ones(15, 16)}),
+    "wpe.weight is torch.float32 .16, 16.": lambda s: s["model"].update({"wpe.weight": torch.ones(16, 16).t()}),
+    "wpe.weight has no data": lambda s: s["model"].update({"wpe.weight": torch.ones(16, 16, device="meta")}),
+    "59 different characters for 60": lambda s: s.update(vocabulary=s["vocabulary"][:-1] + s["vocabulary"][0]),
+    "59 different characters for 60 codes": lambda s: s.update(vocabulary=s["vocabulary"][:-1]),
+    "scale is a bool": lambda s: s.update(scaler={**SCALER, "scale": True}),
+    "_growth_tracker is a float": lambda s: s.update(scaler={**SCALER, "_growth_tracker": 1.0}),
+    "directory is missing": lambda s: s.update(run={"launch": "x"}),
+    "max_steps is a dict": lambda s: s["config"]["trainer_config"].update(max_steps={}),
+}
+
+
+@pytest.mark.parametrize("complaint", ODD_PARTS)
+def test_odd_parts_are_damage(old_run, complaint):
+    """Catches a best loss that no other is below, copies of one tensor, two codes for a character, True for a number.
+
+    Without a digest, nothing but the contents can tell.
+    """
+    snapshot = load_snapshot(str(old_run / "gpt_snapshot.pt"))
+    check_contents(snapshot | {"scaler": SCALER}, "fine.pt")
+    ODD_PARTS[complaint](snapshot)
+    with pytest.raises(snapshot_module.DamagedSnapshotError, match=rf"odd\.pt .*{complaint}"):
+        check_contents(snapshot, "odd.pt")
+
+
 def test_parts_that_hold_each_other_end(tmp_path, old_run):
     """Catches forty lists, each with the next one twice in it: a walk through them takes a day."""
     snapshot = load_snapshot(str(old_run / "gpt_snapshot.pt"))
@@ -777,13 +892,19 @@ SNAPSHOTS = ("gpt_snapshot.pt", "gpt_snapshot.prev.pt", "gpt_snapshot.best.pt")
 
 
 @pytest.mark.parametrize("due", ["eval", "save"])
-def test_nothing_is_evaluated_or_saved_with_broken_weights(tmp_path, monkeypatch, due):
-    """Catches a NaN that comes between two looks at the loss, and is then sampled from, or taken for the best."""
+@pytest.mark.parametrize("part", ["weight", "exp_avg_sq"])
+def test_nothing_is_evaluated_or_saved_with_broken_weights(tmp_path, monkeypatch, due, part):
+    """Catches a NaN that comes between two looks at the loss, and is then sampled from, or taken for the best.
+
+    And one in an average of the optimizer, which the next step would bring into the weights.
+    """
     with world_of_one() as ranks:
         trainer = make_trainer(tmp_path, ranks=ranks)
         trainer.resume()
+        weight = trainer.raw_model.wte.weight
+        average = trainer.optimizer.state[weight]["exp_avg_sq"] = torch.zeros_like(weight)
         with torch.no_grad():
-            trainer.raw_model.wte.weight[3, 3] = float("nan")
+            (weight if part == "weight" else average)[3, 3] = math.nan
         monkeypatch.setattr(trainer, "evaluate", lambda: pytest.fail("evaluated"))
         with pytest.raises(RunError, match="step 0 has left weights"):
             trainer._evaluate_and_keep_best() if due == "eval" else trainer._save()

@@ -245,6 +245,8 @@ def run_as_rank(folder: Path) -> None:
             trainer.fit()
             result[f"gradient{micro}"], result[f"all_reduces{micro}"] = gradients[0], len(calls)
             result[f"places{micro}"] = places
+            pieces = {p.grad.untyped_storage().data_ptr() for p in trainer.raw_model.parameters() if p.grad is not None}
+            result[f"pieces{micro}"] = len(pieces)
 
         trainer = make_trainer(
             *(folder / "removed", "trainer_config.micro_batch_size=2", NO_CLIPPING, "trainer_config.max_steps=3"),
@@ -362,9 +364,10 @@ def test_one_all_reduce_in_each_optimizer_step(rank_runs, n, micro):
 
 @pytest.mark.parametrize(("n", "micro"), SHARED_OUT)
 def test_gradients_stay_where_they_are_sent_from(rank_runs, n, micro):
-    """Catches gradients that are removed after a step: DDP would copy each into its bucket in the next one."""
+    """Catches gradients that are removed after a step, or lie elsewhere: DDP would copy each into its bucket."""
     folder, results = rank_runs(n)
     for result in results:
+        assert result[f"pieces{micro}"] == 1  # all are views of the one bucket, instead of 28 pieces of memory
         first, *others = result[f"places{micro}"][2:]  # without those of the two passes that settle the buckets
         assert len(others) + 1 == 3 * 12 // (n * micro)
         assert all(first)
