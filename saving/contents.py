@@ -81,14 +81,6 @@ def check_contents(snapshot: Snapshot, url: str) -> None:
         raise DamagedSnapshotError(f"{url} can't be continued ({described(error)})") from error
 
 
-def check_optimizer(snapshot: Snapshot, url: str, optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
-    """Raise DamagedSnapshotError unless the optimizer's state in a snapshot fits this optimizer."""
-    try:
-        check_optimizer_state(optimizer, parameters, snapshot["optimizer"])
-    except Exception as error:  # odd contents raise almost anything
-        raise DamagedSnapshotError(f"{url} can't be continued ({described(error)})") from error
-
-
 def check_continuable(
     snapshot: Snapshot, url: str, identity: Snapshot, optimizer: Optimizer, parameters: dict[str, nn.Parameter]
 ) -> None:
@@ -102,7 +94,10 @@ def check_continuable(
     """
     check_contents(snapshot, url)
     check_matches(snapshot, identity)
-    check_optimizer(snapshot, url, optimizer, parameters)
+    try:
+        check_optimizer_state(optimizer, parameters, snapshot["optimizer"])
+    except Exception as error:  # odd contents raise almost anything
+        raise DamagedSnapshotError(f"{url} can't be continued ({described(error)})") from error
 
 
 def differences(there: Snapshot, here: Snapshot) -> list[tuple[str, Any, Any]]:
