@@ -109,15 +109,18 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str) -> Trai
         check_alike({"text": text.fingerprint[:12]}, ranks)
 
     torch.manual_seed(c.seed)  # the same on every rank: they start as one model
-    model = GPT(config.model_config(len(text.vocabulary)))
-    if c.init_from is not None:
-        start_from(model, base)
+    # "meta" has shapes and no memory: under fsdp each rank draws the same weights later, and keeps its share of them.
+    with torch.device("meta" if c.strategy == "fsdp" else "cpu"):
+        model = GPT(config.model_config(len(text.vocabulary)))
     if c.activation_checkpointing:
         from large.memory import recompute_in_backward
 
         recompute_in_backward(model)
     reporter = Reporter(run_dir, ranks.is_main, c.dry_run, c.profile)
-    return Trainer(config, text, model, ranks, reporter, snapshots)
+    trainer = Trainer(config, text, model, ranks, reporter, snapshots)
+    if c.init_from is not None:
+        start_from(model, base)
+    return trainer
 
 
 @hydra.main(version_base="1.3", config_path=str(PROJECT), config_name="gpt2_train_cfg")

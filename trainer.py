@@ -85,7 +85,7 @@ class Trainer:
     Args:
         config: what the user chose.
         text: the encoded text, in two parts.
-        model: the GPT, initialised alike on all ranks, still on the CPU.
+        model: the GPT, initialised alike on all ranks, still on the CPU; for fsdp on "meta", without weights.
         ranks: this process's place among the ranks.
         reporter: tells people what happens.
         snapshots: keeps what the run can go on from.

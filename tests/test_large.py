@@ -41,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import ArchitectureConfig, Config, TrainerConfig, complete
-from distributed import Ranks, leave_if_lost, local, norm, process_group
+from distributed import Ranks, distribute, gather_tensors, leave_if_lost, local, norm, process_group
 from large import memory, plan
 from large.machines import program_files
 from large.memory import is_out_of_memory, recompute_in_backward
@@ -352,6 +352,7 @@ def look_closer(file: Path, key: str, ranks: Any) -> None:
     trainer = make_trainer(Path(f"{file}-looked"), key, *DROPOUT, "data_config.truncate=0.07", ranks=ranks)
     result["held"] = sum(local(p).numel() for p in trainer.parameters.values())
     result["norm"] = norm(trainer.parameters.values())
+    result["initial"] = gather_tensors(trainer.parameters)
     result["evaluation"] = trainer.evaluate()
     masks = []
     trainer.raw_model.drop.register_forward_hook(
@@ -460,6 +461,93 @@ def test_ranks_hold_shares_and_drop_and_evaluate_as_before(runs, world):
             assert result["norm"] == pytest.approx(whole["norm"], rel=1e-6)
             assert result["evaluation"] == pytest.approx(whole["evaluation"], abs=1e-6)
     assert held == whole["held"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", slow_beyond_two(WORLDS, ranks=lambda world: world))
+def test_initial_weights_do_not_depend_on_the_strategy(runs, world, strategy):
+    """Catches shards drawn in another order, by another generator, or of rows that another rank has as well."""
+    torch.manual_seed(TrainerConfig.seed)
+    sizes = {"vocab_size": len(set(SAMPLE_TEXT.read_text())), "block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 16}
+    model = GPT(GPTConfig(**sizes))
+    initial = torch.load(runs / f"{world}-{strategy}-rank0.pt", weights_only=True)["initial"]
+    for name, p in model.named_parameters():
+        assert torch.equal(initial.pop(name), p), name
+    assert not initial
+
+
+def test_no_rank_makes_the_whole_model(tmp_path, monkeypatch):
+    """Catches a model made in full before it is sharded: on a host with eight ranks, eight times over."""
+    devices = []
+
+    def look(model: GPT, *others: Any) -> Any:
+        devices.append({p.device.type for p in model.parameters()})
+        return distribute(model, *others)
+
+    monkeypatch.setattr("trainer.distribute", look)
+    with world_of_one() as ranks:
+        for strategy in STRATEGIES:
+            make_trainer(tmp_path, f"trainer_config.strategy={strategy}", ranks=ranks)
+    assert devices == [{"cpu"}, {"meta"}]
+
+
+def build_sharded(rank: int, folder: Path, port: int) -> None:
+    """What building a trainer takes of this rank's memory, as a share of the model's weights, in a file."""
+    torch.set_num_threads(1)
+    take_place(rank, 2, port)
+    settings = ["trainer_config.strategy=fsdp", "gpt_config.n_layer=8"]
+    with process_group(2.0, is_sharded=True) as ranks:
+        make_trainer(folder, *settings, ranks=ranks)  # loads what is loaded late
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        before = memory_of_this_process("VmRSS")
+        model = make_trainer(folder, *settings, "gpt_config.n_embd=512", ranks=ranks).raw_model
+        grown = memory_of_this_process("VmHWM") - before
+    (folder / f"rank{rank}").write_text(str(grown / (4 * model.num_parameters())))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
+def test_building_takes_a_shard_and_a_tensor(tmp_path):
+    """Catches memory for the whole model on each rank, for a moment at least: 100 MB here, 28 GB for 7 billion."""
+    spawn(build_sharded, 2, tmp_path, free_port())
+    for rank in range(2):
+        assert 0.4 < float((tmp_path / f"rank{rank}").read_text()) < 0.8  # a half, and the largest tensor
+
+
+def test_a_sharded_model_starts_from_another(tmp_path):
+    """Catches weights that are loaded before there is memory for them, and then drawn anew."""
+    with world_of_one() as ranks:
+        make_trainer(tmp_path / "base", "trainer_config.max_steps=1", ranks=ranks).fit()
+        base = tmp_path / "base" / "gpt_snapshot.pt"
+        settings = [f"trainer_config.init_from={base}", "trainer_config.strategy=fsdp"]
+        weights = gather_tensors(make_trainer(tmp_path / "run", *settings, ranks=ranks).raw_model.state_dict())
+        for name, value in load_snapshot(str(base))["model"].items():
+            assert torch.equal(weights[name], value), name
+
+
+@pytest.mark.parametrize("is_shard", [False, True])
+@pytest.mark.parametrize(("rank", "copies"), [(0, 1), (1, 0)])
+def test_what_is_gathered_goes_to_the_main_memory_of_rank_0(monkeypatch, rank, copies, is_shard):
+    """Catches a whole model in every rank's main memory, and snapshots whose tensors ask for the GPU of rank 0."""
+    copied: list[str] = []
+
+    class OnGPU:
+        def __init__(self) -> None:
+            if is_shard:
+                self.full_tensor = lambda: self
+
+        def detach(self) -> Any:
+            return self
+
+        def cpu(self) -> str:
+            copied.append("cpu")
+            return "cpu"
+
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    tensor = OnGPU()
+    expected = "cpu" if rank == 0 else None
+    assert gather_tensors({"a": tensor, "b": {"c": tensor}}) == {"a": expected, "b": {"c": expected}}
+    assert len(copied) == copies
 
 
 @pytest.mark.parametrize(
