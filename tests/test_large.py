@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -709,6 +711,70 @@ def test_a_plan_is_printed_and_leaves_nothing(tmp_path):
     assert " 20 steps" in process.stdout
     assert "time: at least" in process.stdout
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_plan_times_real_steps(tmp_path):
+    """Catches a bound that no run comes near, in the place of the time that this one takes; and a plan that saves."""
+    process = train(tmp_path / "run" / "x", "trainer_config.plan=true", ranks=2)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[-1].startswith("time: about ")
+    assert process.stdout.count("time: ") == 1
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("memory", "rate", "is_timed"),
+    [(10**10, 1e9, True), (10**10, 1e4, False), (10**4, 1e9, False), (0, 1e9, False)],
+)
+def test_real_steps_are_for_what_fits_and_ends(monkeypatch, memory, rate, is_timed):
+    """Catches a plan that needs all of a machine's memory, or an hour."""
+    monkeypatch.setattr(plan, "memory_found", lambda _: memory)
+    monkeypatch.setattr(plan, "matrix_rate", lambda *_: rate)
+    config = Config(trainer_config=TrainerConfig(batch_size=4, use_amp=False, max_steps=30))
+    config.gpt_config.n_layer = 1
+    codes = np.zeros(10_000, dtype=np.uint8)
+    with world_of_one() as ranks:
+        lines, was_timed = plan.plan(config, 17, codes, ranks)
+    assert was_timed is is_timed
+    assert sum(line.startswith("time: at least") for line in lines) == (not is_timed)
+
+
+def test_the_time_is_that_of_steps_and_evaluations(tmp_path, monkeypatch):
+    """Catches the first steps, which compile and allocate, taken for the rest; and evaluations that nobody counts."""
+    now, steps = [0.0], []
+
+    def after(seconds: float, result: Any = None) -> Any:
+        now[0] += seconds
+        return result
+
+    def step(_: Any) -> None:
+        steps.append(60.0 if len(steps) < 2 else 0.5)
+        after(steps[-1])
+
+    with world_of_one() as ranks:
+        settings = ["trainer_config.micro_batch_size=2", "trainer_config.eval_every_steps=100"]
+        # 23 epochs of 24 steps, of which the last one isn't finished; evaluated at 100, 200, ..., and at the end
+        settings += ["trainer_config.max_epochs=50", "trainer_config.max_steps=530"]
+        trainer = make_trainer(tmp_path, *settings, ranks=ranks)
+        monkeypatch.setattr(plan.time, "perf_counter", lambda: now[0])  # a clock that only the lines below move
+        monkeypatch.setattr(plan, "sum_losses", lambda _, batches: after(0.25 * len(batches)))
+        monkeypatch.setattr(trainer, "_train_step", step)
+        monkeypatch.setattr(trainer, "sample", lambda length: after(3.0))
+        seconds, evaluation = plan.time_steps(trainer), plan.time_evaluation(trainer)
+    assert seconds == pytest.approx(0.5)
+    # The evaluation text, and a tenth as much of the other one, in windows of 16 characters, two at a time.
+    batches = math.ceil(len(trainer.text.eval_codes) / 32) + math.ceil(len(trainer.text.eval_codes) / 320)
+    assert evaluation == pytest.approx(3.0 + 0.25 * batches, rel=0.05)  # a window more or less
+    minutes = (530 * seconds + 6 * evaluation) / 60
+    assert plan.time_line(trainer, seconds, evaluation).startswith(f"time: about {minutes:.0f} minutes (a step 0.5 s")
+
+
+def test_durations_in_words():
+    """Catches 90,000 seconds, and hours of a hundred minutes."""
+    seconds = [0.4, 89, 91, 720, 6000, 100_000, 10**6, 10**9]
+    assert [plan.duration(number) for number in seconds] == [
+        *("0 s", "89 s", "2 minutes", "12 minutes", "1.7 hours", "27.8 hours", "11.6 days", "11,574.1 days")
+    ]
 
 
 # ------------------------------------------------------------------------------------ many machines
