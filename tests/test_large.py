@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -882,6 +883,23 @@ def test_a_job_starts_again_where_it_was_stopped_alone(tmp_path, signals, code, 
         exit {code}
     '''
     assert submit(tmp_path / "slurm", torchrun, STATE=state) == expected
+
+
+def test_a_job_has_the_time_that_a_large_snapshot_takes():
+    """Catches a rank 0 that is killed while it saves, because its limit, or the other nodes', is for small models."""
+    batch_file = (PROJECT / "recipes" / "slurm.sh").read_text()
+    guide = (PROJECT / "docs" / "cluster.md").read_text()
+    found = {
+        option: int(re.search(rf"{re.escape(option)}([0-9]+)", batch_file)[1])
+        for option in ("--shutdown-timeout=", "--wait=", "--signal=USR1@", "--mem=")
+    }
+    ours, others, before_the_limit, _ = found.values()
+    size = 3e9 * 3 * 4 / 1e9  # GB: 3 billion weights and two averages of each, in float32
+    assert ours >= size * (2.7 + 1000 / 250)  # seconds of a CPU for each GB, and a disk that writes 250 MB/s
+    assert others >= ours  # ranks that have nothing to save end at once
+    assert before_the_limit >= ours + others
+    for option in ("--shutdown-timeout=", "--wait=", "--signal=USR1@"):
+        assert set(re.findall(rf"{re.escape(option)}([0-9]+)", guide)) == {str(found[option])}
 
 
 # ------------------------------------------------------------------------------------ a node that dies
