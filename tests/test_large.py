@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import random
 import re
 import shutil
@@ -45,7 +46,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from config import ArchitectureConfig, Config, TrainerConfig, complete
 from distributed import Ranks, distribute, gather_tensors, leave_if_lost, local, norm, process_group
-from large import memory, plan
+from large import machines, memory, plan
 from large.machines import program_files
 from large.memory import is_out_of_memory, recompute_in_backward
 from large.sharding import check_shardable
@@ -676,6 +677,45 @@ def test_shards_are_a_ranks_part():
     assert more.gradients == whole.gradients
 
 
+def test_work_and_memory_are_a_ranks_share(monkeypatch):
+    """Catches a rank that is told the work of all, Muon's included, or all of a machine's memory."""
+    sizes = GPTConfig(vocab_size=50, block_size=32, n_layer=2, n_head=2, n_embd=64)
+    config = TrainerConfig(batch_size=16, use_amp=False)
+    one, four = (
+        plan.work_out(sizes, config, OptimizerConfig(), Ranks(0, 0, world, torch.device("cpu")), 4) for world in (1, 4)
+    )
+    assert four.operations == one.operations / 4
+    found = []
+    for nodes in ([platform.node()], [platform.node()] * 4, [platform.node(), "another"]):
+        monkeypatch.setattr(plan, "all_gather", lambda _, nodes=nodes: nodes)
+        found.append(plan.memory_found(torch.device("cpu")))
+    assert found == [found[0], found[0] // 4, found[0]]
+
+
+def test_what_is_gathered_has_the_width_of_the_products():
+    """Catches blocks that are gathered in bfloat16 and planned as if it were float32, or the other way round."""
+    model = GPT(GPTConfig(vocab_size=50, block_size=32, n_layer=2, n_head=2, n_embd=64))
+    peaks = []
+    for dtype in (torch.float32, torch.bfloat16):
+        needs = plan.Needs(model.num_parameters(), 1, 0, 0, 0, 0, 0, 0.0)
+        plan.shard_evenly(needs, model, 2, dtype, False)
+        peaks.append(needs.peak)
+    block = sum(p.numel() for p in model.h[0].parameters())
+    assert peaks[0] - peaks[1] == 2 * block + 2 * block  # two bytes less of each weight, and of each gradient
+
+
+def test_the_slowest_rank_sets_the_pace(monkeypatch):
+    """Catches a bound by the fastest rank: all wait for the slowest."""
+    monkeypatch.setattr(plan, "memory_found", lambda _: 0)
+    monkeypatch.setattr(plan, "all_gather", lambda _: [4e9, 1e9, 2e9])
+    config = Config(trainer_config=TrainerConfig(batch_size=4, use_amp=False, max_steps=15))
+    with world_of_one() as ranks:
+        lines, _ = plan.plan(config, 17, np.zeros(10_000, dtype=np.uint8), ranks)
+    assert "at the 1 GFLOP/s" in lines[-1]
+    operations = plan.work_out(config.model_config(17), config.trainer_config, OptimizerConfig(), ALONE, 4).operations
+    assert f"at least {plan.duration(15 * operations / 1e9)}," in lines[-1]
+
+
 def test_the_micro_batch_is_the_largest_that_fits():
     """Catches a plan of one micro-batch for a run that would choose another one."""
     sizes = GPTConfig(vocab_size=50, block_size=64, n_layer=2, n_head=2, n_embd=64)
@@ -999,6 +1039,22 @@ def test_two_machines_with_one_disk(two_rank_run):
     folder, process = two_rank_run
     assert "isn't that of rank" not in process.stderr
     assert not list((folder / "run").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_needs_no_shared_disk(monkeypatch, caplog, rank):
+    """Catches a warning about the disks of machines whose snapshots go to a store that all of them see."""
+    monkeypatch.setattr(machines, "broadcast_from_main", lambda value: value)
+    monkeypatch.setattr(machines, "all_gather", lambda value: [value, value])
+    machines.warn_of_separate_disks("memory://bucket/gpt_snapshot.pt", Ranks(rank, 0, 2, torch.device("cpu")))
+    assert caplog.messages == []
+
+
+def test_another_torch_is_another_start(monkeypatch):
+    """Catches machines with two versions of torch, whose numbers differ from the first step on."""
+    here = machines.versions({})
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    assert machines.versions({}) == {**here, "torch": "2.11.0"} != here
 
 
 def test_every_module_counts_as_the_program():
