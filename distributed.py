@@ -148,7 +148,7 @@ def distribute(model: Any, strategy: str, dtype: torch.dtype, is_compiled: bool,
     """Move a model to this rank's device, and wrap it so that its gradients are the mean over all ranks.
 
     Args:
-        model: a GPT, on the CPU. It is changed, and goes on to be what is saved and evaluated.
+        model: a GPT on the CPU, or for "fsdp" on "meta". It is changed, and goes on to be what is saved and evaluated.
         strategy: "ddp", every rank holds the whole model; or "fsdp", each a shard of it (`large/sharding.py`).
         dtype: of matrix products; the weights themselves stay float32.
         is_compiled: whether to compile it.
@@ -295,7 +295,7 @@ def norm(tensors: Iterable[Tensor]) -> float:
 def gather_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nested dictionaries of whole tensors for rank 0; the other ranks help to gather them, and get nothing in them.
 
-    One tensor after the other is gathered, in rank 0's main memory; what two names share, once.
+    One tensor after the other is gathered, in rank 0's main memory, wherever it computes; what two names share, once.
     """
     gathered: dict[int, Tensor | None] = {}  # by identity
 
@@ -304,8 +304,7 @@ def gather_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: gather(part) for name, part in value.items()}
         if id(value) not in gathered:
             tensor = whole(value.detach())
-            tensor = tensor.cpu() if is_shard(value) else tensor
-            gathered[id(value)] = tensor if dist.get_rank() == 0 else None
+            gathered[id(value)] = tensor.cpu() if dist.get_rank() == 0 else None
         return gathered[id(value)]
 
     return gather(values)

@@ -40,7 +40,7 @@ from distributed import Ranks, choose_dtype, is_alone, is_rank_0, leave, leave_i
 from model import GPT
 from saving.moving import lock
 from saving.run_snapshots import RunError, RunSnapshots
-from trainer import Trainer
+from trainer import Trainer, run_eagerly
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,8 @@ OmegaConf.register_new_resolver("name", directory_name)
 
 OUTCOMES: list[Outcome] = []  # of the runs so far: a sweep has several
 
-USER_ERRORS = (ValueError, OSError, OmegaConfBaseException)  # before the first step; after that, they would be bugs
+# Before the first step; after that, all but RunError would be bugs.
+USER_ERRORS = (ValueError, OSError, OmegaConfBaseException, RunError)
 
 
 def run(cfg: DictConfig, run_dir: str) -> float:
@@ -110,15 +111,18 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str) -> Trai
         check_alike({"text": text.fingerprint[:12]}, ranks)
 
     torch.manual_seed(c.seed)  # the same on every rank: they start as one model
-    model = GPT(config.model_config(len(text.vocabulary)))
-    if c.init_from is not None:
-        start_from(model, base)
+    # "meta" has shapes and no memory: under fsdp each rank draws the same weights later, and keeps its share of them.
+    with torch.device("meta" if c.strategy == "fsdp" else "cpu"):
+        model = GPT(config.model_config(len(text.vocabulary)))
     if c.activation_checkpointing:
         from large.memory import recompute_in_backward
 
         recompute_in_backward(model)
     reporter = Reporter(run_dir, ranks.is_main, c.dry_run, c.profile)
-    return Trainer(config, text, model, ranks, reporter, snapshots)
+    trainer = Trainer(config, text, model, ranks, reporter, snapshots)
+    if c.init_from is not None:
+        start_from(model, base)
+    return trainer
 
 
 @hydra.main(version_base="1.3", config_path=str(PROJECT), config_name="gpt2_train_cfg")
@@ -291,12 +295,22 @@ def warn_on_main(warning: str, ranks: Ranks) -> None:
 
 
 def print_plan(config: Config, path: str, ranks: Ranks, run_dir: str) -> float:
-    """Print what the run would need, and train nothing; the result stands for the loss that there isn't."""
-    from large.plan import plan  # a second of imports that runs save
+    """Print what the run would need, and keep nothing; the result stands for the loss that there isn't."""
+    from large.plan import plan, time_evaluation, time_line, time_steps  # a second of imports that runs save
 
     text = Text.of(read_text(path), config.data_config)
-    for line in plan(config, len(text.vocabulary), text.train_codes, ranks):
-        print(line)
+    lines, is_timed = plan(config, len(text.vocabulary), text.train_codes, ranks)
+    if lines:
+        print("\n".join(lines), flush=True)
+    if is_timed:
+        trainer = build_trainer(config, path, ranks, run_dir)
+        with closing(trainer):
+            step = time_steps(trainer)
+            with run_eagerly(config.trainer_config.compile):
+                line = time_line(trainer, step, time_evaluation(trainer))
+        exit_if_stopped(trainer)
+        if ranks.is_main:
+            print(line)
     environment.remove_directories(run_dir)
     return math.nan
 

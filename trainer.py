@@ -85,7 +85,7 @@ class Trainer:
     Args:
         config: what the user chose.
         text: the encoded text, in two parts.
-        model: the GPT, initialised alike on all ranks, still on the CPU.
+        model: the GPT, initialised alike on all ranks, still on the CPU; for fsdp on "meta", without weights.
         ranks: this process's place among the ranks.
         reporter: tells people what happens.
         snapshots: keeps what the run can go on from.
@@ -394,12 +394,18 @@ class Trainer:
         """What a run says before its first step, in lines that fit a terminal of 80 columns."""
         c, config, state = self.raw_model.config, self.config, self.state
         size = self.raw_model.num_parameters() / 1e6
+        # An evaluation goes forward only. A backward pass costs two forward passes, and recomputing is one more.
+        characters, passes = len(self.text.eval_codes) + len(self._train_passage()), 3 + config.activation_checkpointing
+        steps = max(1, round(characters / (config.batch_size * self.block_size * passes)))  # of its length
+        advice = "longer than the steps between two: raise data_config.train_split"
         return [
             f"model: {size:.2f} M parameters ({c.n_layer} layers, {c.n_head} heads, width {c.n_embd})",
             f"text: {self.sampler.targets + 1:,} characters to train on, {len(self.text.eval_codes):,} to evaluate on",
             f"guessing evenly among {c.vocab_size} different characters: loss {math.log(c.vocab_size):.2f}",
             f"steps: {state.total_steps:,} of {config.batch_size} windows of {c.block_size} characters; "
             f"an epoch: {self.sampler.steps_per_epoch:,}",
+            f"evaluations: every {config.eval_every_steps:,} steps, each about {steps:,} times as long as a step",
+            *[advice] * (steps > config.eval_every_steps),
             f"machine: {str(self.dtype).removeprefix('torch.')} on {self.ranks.device}; a step: "
             f"{self.ranks.world_size} ranks x {self.accumulation_steps} x {self.micro_batch_size} windows",
             f"optimizer: {self.optimizer_config.name}; "

@@ -1,16 +1,19 @@
-"""What a run will need of memory and time, without making its model.
+"""What a run will need of memory and time, before it begins.
 
-`python main.py trainer_config.plan=true` prints it. A training step is taken with fake tensors, which have a type, a
-shape and a device, but no memory: torch works out every result's shape and computes nothing.
+`python main.py trainer_config.plan=true` prints it. For the memory, a training step is taken with fake tensors, which
+have a type, a shape and a device, but no memory: torch works out every result's shape and computes nothing. Where the
+model fits, a few real steps tell the time.
 """
 
 import dataclasses
+import itertools
 import math
 import os
 import platform
+import statistics
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from char_dataset import CharDataset, WindowSampler
+from char_dataset import CharDataset, WindowSampler, evaluation_batches
 from config import MODEL_TYPES, Config, TrainerConfig
-from distributed import Ranks, all_gather, choose_dtype
+from distributed import Ranks, all_gather, broadcast_from_main, choose_dtype
 from large.memory import recompute_in_backward, smaller
 from large.sharding import check_shardable
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, sum_losses
 from optimizer import OptimizerConfig, create_optimizer, split_parameters
 
 
@@ -207,8 +210,12 @@ def largest_that_fits(sizes: GPTConfig, config: Config, ranks: Ranks, memory: in
     return "none"
 
 
-def plan(config: Config, vocab_size: int, train_codes: np.ndarray, ranks: Ranks) -> list[str]:
-    """What a run will need, in lines. All ranks call it, and measure at the same time."""
+def plan(config: Config, vocab_size: int, train_codes: np.ndarray, ranks: Ranks) -> tuple[list[str], bool]:
+    """What a run will need, in lines, and whether its time is to be found by real steps. All ranks call it.
+
+    Real steps are for a model that fits, and for steps of a few seconds. On a CPU it must fit twice: other programs use
+    the memory too, and a process that finds none left is killed. The other runs get a bound, in the last line.
+    """
     settings, block_size = config.trainer_config, config.data_config.block_size
     sizes = config.model_config(vocab_size)
     dtype = choose_dtype(ranks.device, settings.use_amp, settings.amp_dtype)
@@ -218,13 +225,12 @@ def plan(config: Config, vocab_size: int, train_codes: np.ndarray, ranks: Ranks)
     rate = matrix_rate(ranks.device, dtype, 1024 if ranks.device.type == "cpu" else 8192)
     slowest = min(all_gather(rate))
     if not ranks.is_main:
-        return []
+        return [], broadcast_from_main(None)
     sampler = WindowSampler(
         CharDataset(train_codes, block_size), settings.batch_size, ranks.world_size, 0, settings.seed
     )
     steps = settings.steps_in_all(sampler.steps_per_epoch)
     needs = work_out_what_fits(sizes, config, ranks, memory)
-    seconds = steps * needs.operations / slowest
     lines = [
         f"model: {needs.parameters:,} parameters ({sizes.n_layer} layers, {sizes.n_head} heads, width {sizes.n_embd})",
         f"each of {ranks.world_size} ranks ({settings.strategy}), with {needs.micro_batch} windows "
@@ -239,13 +245,67 @@ def plan(config: Config, vocab_size: int, train_codes: np.ndarray, ranks: Ranks)
         largest = largest_that_fits(sizes, config, ranks, memory)
         lines += [f"memory found for each rank: {in_words(memory)} ({ranks.device})"]
         lines += [f"largest named model that fits there, with the other keys as they are: {largest}"]
-    return [
-        *lines,
-        f"work of each rank: {needs.operations / 1e9:,.1f} GFLOP a step in matrix products, {steps:,} steps",
-        f"time: at least {seconds:,.0f} s, if all of it ran at the {slowest / 1e9:,.0f} GFLOP/s that large products of "
-        f"{str(dtype).removeprefix('torch.')} reach here",
-        "no run does: the rest of a step, evaluations and snapshots come on top (trainer_config.dry_run=true tries it)",
-    ]
+    lines += [f"work of each rank: {needs.operations / 1e9:,.1f} GFLOP a step in matrix products, {steps:,} steps"]
+    bound, room = needs.operations / slowest, memory / 2 if ranks.device.type == "cpu" else memory
+    is_timed = needs.peak <= room and bound <= SECONDS_OF_A_STEP
+    if not is_timed:
+        lines += [
+            f"time: at least {duration(steps * bound)}, if all of it ran at the {slowest / 1e9:,.0f} GFLOP/s that "
+            f"large products of {str(dtype).removeprefix('torch.')} reach here; runs have taken 4 to 14 times as long"
+        ]
+    return lines, broadcast_from_main(is_timed)
+
+
+SECONDS_OF_A_STEP = 2.0  # by the bound; a real step takes several times as long
+
+
+def time_steps(trainer: Any) -> float:
+    """Seconds of an optimizer step: the median of some real ones, which all ranks take together."""
+    batches, seconds = trainer._batches(), list[float]()
+    trainer.model.train()
+    while broadcast_from_main(len(seconds) < 4 or (len(seconds) < 20 and sum(seconds) < 5.0)):
+        seconds.append(seconds_of(lambda: trainer._train_step(batches), trainer.ranks.device))
+        trainer.state.step += 1
+    return statistics.median(seconds[2:])  # the first ones allocate, and compile perhaps
+
+
+def time_evaluation(trainer: Any) -> float:
+    """Seconds of an evaluation with its sample, by the first batches of one."""
+    ranks, T, B = trainer.ranks, trainer.block_size, trainer.micro_batch_size
+    texts = trainer.text.eval_codes, trainer._train_passage()
+    batches = [*itertools.islice(evaluation_batches(texts[0], T, B, ranks.rank, ranks.world_size), 3)]
+    for _ in range(2):  # the first time, it allocates
+        with trainer.autocast:
+            seconds = seconds_of(lambda: sum_losses(trainer.raw_model, batches), ranks.device)
+    in_all = sum(math.ceil((len(codes) - 1) / (T * B * ranks.world_size)) for codes in texts)
+    sample = seconds_of(lambda: trainer.sample(min(trainer.config.sample_tokens, 64)), ranks.device)
+    return seconds * in_all / len(batches) + sample
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
+    """How long a call takes, until its results are there."""
+    began = time.perf_counter()
+    call()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - began
+
+
+def time_line(trainer: Any, step: float, evaluation: float) -> str:
+    """The time of a whole run, in words, where a step and an evaluation take so many seconds."""
+    c, steps = trainer.config, trainer.state.total_steps
+    evaluations = math.ceil(steps / c.eval_every_steps) + (c.init_from is not None)  # the base model's comes first
+    return (
+        f"time: about {duration(steps * step + evaluations * evaluation)} (a step {step:.2g} s, an evaluation "
+        f"{evaluation:.2g} s, measured just now); start and snapshots come on top"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that people would use."""
+    units = [(90.0, 1.0, "s"), (5400.0, 60.0, "minutes"), (129600.0, 3600.0, "hours"), (math.inf, 86400.0, "days")]
+    size, unit = next((size, unit) for limit, size, unit in units if seconds < limit)
+    return f"{seconds / size:,.{0 if size <= 60 else 1}f} {unit}"
 
 
 def in_words(size: int) -> str:

@@ -7,18 +7,23 @@ gradients are summed, and each rank keeps its shard of the sum. Shards are DTens
 The results agree with those of `ddp` up to rounding, and the snapshots have the same form.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
 
 
 def shard(model: GPT, dtype: torch.dtype, is_compiled: bool, device: torch.device) -> nn.Module:
-    """`distributed.distribute` for the strategy "fsdp"."""
+    """`distributed.distribute` for the strategy "fsdp". The weights are drawn here: the whole may fit on no rank."""
     check_shardable(dtype, device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Gathered in bfloat16, which is half the bytes; gradients are added up in float32. What is left over for the root,
@@ -34,7 +39,42 @@ def shard(model: GPT, dtype: torch.dtype, is_compiled: bool, device: torch.devic
         fully_shard(block, mesh=mesh, mp_policy=policy)
     # By default, the root's weights stay gathered after a forward pass, and an evaluation would leave them so.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    model.to_empty(device=device)
+    draw_weights(model)
     return model
+
+
+@torch.no_grad()
+def draw_weights(model: GPT) -> None:
+    """Give a sharded model the weights that `GPT(config)` would draw, to the bit, with one whole tensor in memory.
+
+    Each rank draws all tensors, on the CPU and in the constructor's order, and keeps its own rows. The first pass, with
+    a twin that has shapes alone, finds out what there is to draw.
+    """
+    with torch.device("meta"), Writes() as writes:
+        twin = GPT(model.config)
+    names = {id(p): name for name, p in twin.named_parameters()}
+    shards: dict[str, Any] = dict(model.named_parameters())
+    for write, tensor, arguments in writes.calls:
+        values = write(torch.empty(tensor.shape), *arguments)  # not kept perhaps, but it moves the generator on
+        if id(tensor) in names:
+            p = shards[names[id(tensor)]]
+            p.copy_(distribute_tensor(values.to(p.device), p.device_mesh, p.placements, src_data_rank=None))
+
+
+class Writes(TorchDispatchMode):
+    """Within it, remembers the calls that write into a tensor, such as normal_: (function, tensor, other arguments)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Tensor, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            self.calls.append((func, args[0], args[1:]))
+        return func(*args, **(kwargs or {}))
 
 
 class WideLayerNorm(nn.LayerNorm):

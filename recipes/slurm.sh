@@ -12,11 +12,13 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=1
 #SBATCH --cpus-per-task=8
+# Main memory of each node: some GB for each rank, and on the first one 24 bytes for each parameter while it saves.
+#SBATCH --mem=64G
 #SBATCH --time=24:00:00
 # After the failure of a node, SLURM starts the job again by itself.
 #SBATCH --requeue
-# Five minutes before the time is over: the run saves and ends, and the job queues up again.
-#SBATCH --signal=USR1@300
+# Ten minutes before the time is over: the run saves and ends, and the job queues up again.
+#SBATCH --signal=USR1@600
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append
 
@@ -38,7 +40,7 @@ launcher=(
     # What torchrun doesn't know, it dies of, and its ranks would leave without saving: tell it of SIGUSR1, too.
     --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     # Seconds that the ranks have for their last step and snapshot before torchrun kills them; 30 by default.
-    --shutdown-timeout=120
+    --shutdown-timeout=300
 )
 # Agents of different nodes count their restarts differently: a new store each time keeps the attempts apart.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
@@ -51,8 +53,9 @@ code=$?
 if [ -n "${stopped:-}" ] && [ "$code" != 0 ]; then code=143; fi
 exit "$code"'
 
-# --wait: once the first node has ended, the others have three minutes. Otherwise torchrun would wait for it much longer.
-srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=0 --wait=180 \
+# --wait: once the first node has ended, the others have five minutes, the one of rank 0 to save. Without it, torchrun
+# would wait much longer.
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=0 --wait=300 \
     bash -c "$task" task "${launcher[@]}" main.py "$@"
 code=$?
 

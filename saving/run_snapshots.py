@@ -48,7 +48,7 @@ class RunSnapshots:
         run_dir: the run directory. If a run that was in it is half moved aside, the other half follows first.
         settings: snapshot_path is the place of the latest; None: where the run in this directory has it, or
             gpt_snapshot.pt in the directory. With resume=False that run is moved aside; yet a launch that the launcher
-            has started again goes on from what it has written itself. A dry_run leaves all files alone.
+            has started again goes on from what it has written itself. A dry_run or a plan leaves all files alone.
         ranks: this process's place among the ranks, and the launch that it belongs to.
 
     Attributes:
@@ -60,7 +60,7 @@ class RunSnapshots:
 
     def __init__(self, run_dir: str, settings: TrainerConfig, ranks: Ranks):
         self.run_dir, self.resume = run_dir, settings.resume
-        self.is_active = ranks.is_main and not settings.dry_run
+        self.is_active = ranks.is_main and not (settings.dry_run or settings.plan)
         if self.is_active:
             finish_moving(run_dir)
         own = str(Path(run_dir) / SNAPSHOT)

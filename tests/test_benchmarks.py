@@ -2,17 +2,18 @@
 
 import argparse
 import importlib
-import itertools
 import json
 import math
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import PROJECT, run_program
 
 STEP_FIGURES = [
@@ -48,7 +49,7 @@ def test_the_benchmark_for_gpus_runs_whole(gpu, tmp_path):
     assert "failed" not in run.stdout + path.read_text()
     assert str(path) in run.stdout
     results = json.loads(path.read_text())
-    names = ["machine", "device", "quick", "baby_gpt", "seconds", "steps", "generation", "start_up", "repeat"]
+    names = ["machine", "device", "quick", "baby_gpt", "seconds", "steps", "repeat", "generation", "start_up"]
     assert list(results) == names
     assert (results["device"], results["quick"]) == ("cpu", True)
 
@@ -58,8 +59,8 @@ def test_the_benchmark_for_gpus_runs_whole(gpu, tmp_path):
     assert whole["seconds_to_nanogpts_loss"] is None  # after 8 steps
 
     kinds = [(row["recipe"], row["strategy"], row["compiled"]) for row in results["steps"]]
-    expected = [*itertools.product(["gpt2_small"], gpu.STRATEGIES, [False, True])]
-    assert kinds == [*expected, ("baby_gpt", "ddp", False), ("baby_gpt", "ddp", True)]
+    recipes = [("gpt2_small", "ddp"), ("baby_gpt", "ddp"), ("gpt2_small", "fsdp")]
+    assert kinds == [(*recipe, compiled) for recipe in recipes for compiled in (False, True)]
     for row in results["steps"]:
         assert all(0.0 < row[name] < math.inf for name in STEP_FIGURES), row
         assert row["micro_batch_size"] == 4
@@ -161,6 +162,42 @@ def test_what_fails_costs_its_own_row_only(bench, monkeypatch):
     assert bench.attempt("a fourth", lambda: {"seconds": 1.0}) == {"seconds": 1.0}
     bench.began = time.monotonic() - 1000.0
     assert bench.attempt("too late", lambda: fail(AssertionError("begun"))) == {"failed": "the time was over"}
+
+
+@pytest.mark.parametrize(
+    ("words", "is_memory"),
+    [("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True), ("no kernel", False)],
+)
+def test_memory_that_cublas_lacks_halves_the_micro_batch_too(gpu, monkeypatch, words, is_memory):
+    """Catches a row that is lost because the memory ended within cuBLAS, and bugs that are taken for that."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(gpu, "time_steps", fail)
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    text = PROJECT / "data" / "sample.txt"
+    settings = [*gpu.QUICK_RUN, "trainer_config.device=cpu", f"data_config.path={text}"]
+    expected: Any = nullcontext() if is_memory else pytest.raises(RuntimeError, match=words)
+    try:
+        with expected:
+            assert gpu.measure_steps(str(text), True, settings)["out_of_memory"] == 4
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_what_is_worth_most_is_measured_first(bench, gpu, monkeypatch, capsys):
+    """Catches a limit of time that costs the figures that people look for, and leaves those of fsdp on one rank."""
+    begun = []
+    monkeypatch.setattr(bench, "attempt", lambda name, measure: begun.append(name) or {"failed": "the time was over"})
+    gpu.answer(bench)
+    assert begun[:3] == ["baby_gpt to its end", "steps of gpt2_small, ddp, eager", "steps of gpt2_small, ddp, compiled"]
+    assert begun[-2:] == ["steps of gpt2_small, fsdp, eager", "steps of gpt2_small, fsdp, compiled"]
+    assert len(begun) == len(set(begun)) + 1 == 11  # two starts
+    assert "failed: the time was over" in capsys.readouterr().out
 
 
 def test_tables_of_failures_only(bench, gpu, capsys):

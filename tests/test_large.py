@@ -4,7 +4,9 @@ import itertools
 import json
 import math
 import os
+import platform
 import random
+import re
 import shutil
 import signal
 import socket
@@ -16,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -412,6 +415,7 @@ def look_closer(file: Path, key: str, ranks: Any) -> None:
     settings += [f"trainer_config.micro_batch_size={MICRO_BATCHES[ranks.world_size]}", "trainer_config.batch_size=12"]
     trainer = make_trainer(Path(f"{file}-looked"), *settings, ranks=ranks)
     result["norm"] = norm(trainer.parameters.values())
+    result["initial"] = gather_tensors(trainer.parameters)
     result["evaluation"] = trainer.evaluate()
     result["held"] = sum(local(p).numel() for p in trainer.raw_model.parameters())
     masks = []
@@ -607,6 +611,93 @@ def test_bfloat16_narrows_what_is_gathered_and_nothing_that_is_summed(runs, run)
     assert read_losses(folder) == {step: pytest.approx(loss, abs=2e-3) for step, loss in losses.items()}
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", slow_beyond_two(WORLDS, ranks=lambda world: world))
+def test_initial_weights_do_not_depend_on_the_strategy(runs, world, strategy):
+    """Catches shards drawn in another order, by another generator, or of rows that another rank has as well."""
+    torch.manual_seed(TrainerConfig.seed)
+    sizes = {"vocab_size": len(set(SAMPLE_TEXT.read_text())), "block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 16}
+    model = GPT(GPTConfig(**sizes))
+    initial = torch.load(runs / f"{world}-{strategy}-rank0.pt", weights_only=True)["initial"]
+    for name, p in model.named_parameters():
+        assert torch.equal(initial.pop(name), p), name
+    assert not initial
+
+
+def test_no_rank_makes_the_whole_model(tmp_path, monkeypatch):
+    """Catches a model made in full before it is sharded: on a host with eight ranks, eight times over."""
+    devices = []
+
+    def look(model: GPT, *others: Any) -> Any:
+        devices.append({p.device.type for p in model.parameters()})
+        return distribute(model, *others)
+
+    monkeypatch.setattr("trainer.distribute", look)
+    with world_of_one() as ranks:
+        for strategy in STRATEGIES:
+            make_trainer(tmp_path, f"trainer_config.strategy={strategy}", ranks=ranks)
+    assert devices == [{"cpu"}, {"meta"}]
+
+
+def build_sharded(rank: int, folder: Path, port: int) -> None:
+    """What building a trainer takes of this rank's memory, as a share of the model's weights, in a file."""
+    torch.set_num_threads(1)
+    take_place(rank, 2, port)
+    settings = ["trainer_config.strategy=fsdp", "gpt_config.n_layer=8"]
+    with process_group(2.0, is_sharded=True) as ranks:
+        make_trainer(folder, *settings, ranks=ranks)  # loads what is loaded late
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        before = memory_of_this_process("VmRSS")
+        model = make_trainer(folder, *settings, "gpt_config.n_embd=512", ranks=ranks).raw_model
+        grown = memory_of_this_process("VmHWM") - before
+    (folder / f"rank{rank}").write_text(str(grown / (4 * model.num_parameters())))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
+def test_building_takes_a_shard_and_a_tensor(tmp_path):
+    """Catches memory for the whole model on each rank, for a moment at least: 100 MB here, 28 GB for 7 billion."""
+    spawn(build_sharded, 2, tmp_path, free_port())
+    for rank in range(2):
+        assert 0.4 < float((tmp_path / f"rank{rank}").read_text()) < 0.8  # a half, and the largest tensor
+
+
+def test_a_sharded_model_starts_from_another(tmp_path):
+    """Catches weights that are loaded before there is memory for them, and then drawn anew."""
+    with world_of_one() as ranks:
+        make_trainer(tmp_path / "base", "trainer_config.max_steps=1", ranks=ranks).fit()
+        base = tmp_path / "base" / "gpt_snapshot.pt"
+        settings = [f"trainer_config.init_from={base}", "trainer_config.strategy=fsdp"]
+        weights = gather_tensors(make_trainer(tmp_path / "run", *settings, ranks=ranks).raw_model.state_dict())
+        for name, value in load_snapshot(str(base))["model"].items():
+            assert torch.equal(weights[name], value), name
+
+
+@pytest.mark.parametrize("is_shard", [False, True])
+@pytest.mark.parametrize(("rank", "copies"), [(0, 1), (1, 0)])
+def test_what_is_gathered_goes_to_the_main_memory_of_rank_0(monkeypatch, rank, copies, is_shard):
+    """Catches a whole model in every rank's main memory, and snapshots whose tensors ask for the GPU of rank 0."""
+    copied: list[str] = []
+
+    class OnGPU:
+        def __init__(self) -> None:
+            if is_shard:
+                self.full_tensor = lambda: self
+
+        def detach(self) -> Any:
+            return self
+
+        def cpu(self) -> str:
+            copied.append("cpu")
+            return "cpu"
+
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    tensor = OnGPU()
+    expected = "cpu" if rank == 0 else None
+    assert gather_tensors({"a": tensor, "b": {"c": tensor}}) == {"a": expected, "b": {"c": expected}}
+    assert len(copied) == copies
+
+
 @pytest.mark.parametrize(
     ("dtype", "device", "words"), [(torch.float16, "cuda", "float16"), (torch.float32, "mps", "mps")]
 )
@@ -730,6 +821,45 @@ def test_shards_are_a_ranks_part():
     assert more.gradients == whole.gradients
 
 
+def test_work_and_memory_are_a_ranks_share(monkeypatch):
+    """Catches a rank that is told the work of all, Muon's included, or all of a machine's memory."""
+    sizes = GPTConfig(vocab_size=50, block_size=32, n_layer=2, n_head=2, n_embd=64)
+    config = TrainerConfig(batch_size=16, use_amp=False)
+    one, four = (
+        plan.work_out(sizes, config, OptimizerConfig(), Ranks(0, 0, world, torch.device("cpu")), 4) for world in (1, 4)
+    )
+    assert four.operations == one.operations / 4
+    found = []
+    for nodes in ([platform.node()], [platform.node()] * 4, [platform.node(), "another"]):
+        monkeypatch.setattr(plan, "all_gather", lambda _, nodes=nodes: nodes)
+        found.append(plan.memory_found(torch.device("cpu")))
+    assert found == [found[0], found[0] // 4, found[0]]
+
+
+def test_what_is_gathered_has_the_width_of_the_products():
+    """Catches blocks that are gathered in bfloat16 and planned as if it were float32, or the other way round."""
+    model = GPT(GPTConfig(vocab_size=50, block_size=32, n_layer=2, n_head=2, n_embd=64))
+    peaks = []
+    for dtype in (torch.float32, torch.bfloat16):
+        needs = plan.Needs(model.num_parameters(), 1, 0, 0, 0, 0, 0, 0.0)
+        plan.shard_evenly(needs, model, 2, dtype, False)
+        peaks.append(needs.peak)
+    block = sum(p.numel() for p in model.h[0].parameters())
+    assert peaks[0] - peaks[1] == 2 * block + 2 * block  # two bytes less of each weight, and of each gradient
+
+
+def test_the_slowest_rank_sets_the_pace(monkeypatch):
+    """Catches a bound by the fastest rank: all wait for the slowest."""
+    monkeypatch.setattr(plan, "memory_found", lambda _: 0)
+    monkeypatch.setattr(plan, "all_gather", lambda _: [4e9, 1e9, 2e9])
+    config = Config(trainer_config=TrainerConfig(batch_size=4, use_amp=False, max_steps=15))
+    with world_of_one() as ranks:
+        lines, _ = plan.plan(config, 17, np.zeros(10_000, dtype=np.uint8), ranks)
+    assert "at the 1 GFLOP/s" in lines[-1]
+    operations = plan.work_out(config.model_config(17), config.trainer_config, OptimizerConfig(), ALONE, 4).operations
+    assert f"at least {plan.duration(15 * operations / 1e9)}," in lines[-1]
+
+
 def test_the_micro_batch_is_the_largest_that_fits():
     """Catches a plan of one micro-batch for a run that would choose another one."""
     sizes = GPTConfig(vocab_size=50, block_size=64, n_layer=2, n_head=2, n_embd=64)
@@ -766,6 +896,70 @@ def test_a_plan_is_printed_and_leaves_nothing(tmp_path):
     assert " 20 steps" in process.stdout
     assert "time: at least" in process.stdout
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_plan_times_real_steps(tmp_path):
+    """Catches a bound that no run comes near, in the place of the time that this one takes; and a plan that saves."""
+    process = train(tmp_path / "run" / "x", "trainer_config.plan=true", ranks=2)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[-1].startswith("time: about ")
+    assert process.stdout.count("time: ") == 1
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("memory", "rate", "is_timed"),
+    [(10**10, 1e9, True), (10**10, 1e4, False), (10**4, 1e9, False), (0, 1e9, False)],
+)
+def test_real_steps_are_for_what_fits_and_ends(monkeypatch, memory, rate, is_timed):
+    """Catches a plan that needs all of a machine's memory, or an hour."""
+    monkeypatch.setattr(plan, "memory_found", lambda _: memory)
+    monkeypatch.setattr(plan, "matrix_rate", lambda *_: rate)
+    config = Config(trainer_config=TrainerConfig(batch_size=4, use_amp=False, max_steps=30))
+    config.gpt_config.n_layer = 1
+    codes = np.zeros(10_000, dtype=np.uint8)
+    with world_of_one() as ranks:
+        lines, was_timed = plan.plan(config, 17, codes, ranks)
+    assert was_timed is is_timed
+    assert sum(line.startswith("time: at least") for line in lines) == (not is_timed)
+
+
+def test_the_time_is_that_of_steps_and_evaluations(tmp_path, monkeypatch):
+    """Catches the first steps, which compile and allocate, taken for the rest; and evaluations that nobody counts."""
+    now, steps = [0.0], []
+
+    def after(seconds: float, result: Any = None) -> Any:
+        now[0] += seconds
+        return result
+
+    def step(_: Any) -> None:
+        steps.append(60.0 if len(steps) < 2 else 0.5)
+        after(steps[-1])
+
+    with world_of_one() as ranks:
+        settings = ["trainer_config.micro_batch_size=2", "trainer_config.eval_every_steps=100"]
+        # 23 epochs of 24 steps, of which the last one isn't finished; evaluated at 100, 200, ..., and at the end
+        settings += ["trainer_config.max_epochs=50", "trainer_config.max_steps=530"]
+        trainer = make_trainer(tmp_path, *settings, ranks=ranks)
+        monkeypatch.setattr(plan.time, "perf_counter", lambda: now[0])  # a clock that only the lines below move
+        monkeypatch.setattr(plan, "sum_losses", lambda _, batches: after(0.25 * len(batches)))
+        monkeypatch.setattr(trainer, "_train_step", step)
+        monkeypatch.setattr(trainer, "sample", lambda length: after(3.0))
+        seconds, evaluation = plan.time_steps(trainer), plan.time_evaluation(trainer)
+    assert seconds == pytest.approx(0.5)
+    # The evaluation text, and a tenth as much of the other one, in windows of 16 characters, two at a time.
+    batches = math.ceil(len(trainer.text.eval_codes) / 32) + math.ceil(len(trainer.text.eval_codes) / 320)
+    assert evaluation == pytest.approx(3.0 + 0.25 * batches, rel=0.05)  # a window more or less
+    minutes = (530 * seconds + 6 * evaluation) / 60
+    assert plan.time_line(trainer, seconds, evaluation).startswith(f"time: about {minutes:.0f} minutes (a step 0.5 s")
+
+
+def test_durations_in_words():
+    """Catches 90,000 seconds, and hours of a hundred minutes."""
+    seconds = [0.4, 89, 91, 720, 6000, 100_000, 10**6, 10**9]
+    assert [plan.duration(number) for number in seconds] == [
+        *("0 s", "89 s", "2 minutes", "12 minutes", "1.7 hours", "27.8 hours", "11.6 days", "11,574.1 days")
+    ]
 
 
 # ------------------------------------------------------------------------------------ many machines
@@ -873,6 +1067,23 @@ def test_a_job_starts_again_where_it_was_stopped_alone(tmp_path, signals, code, 
         exit {code}
     '''
     assert submit(tmp_path / "slurm", torchrun, STATE=state) == expected
+
+
+def test_a_job_has_the_time_that_a_large_snapshot_takes():
+    """Catches a rank 0 that is killed while it saves, because its limit, or the other nodes', is for small models."""
+    batch_file = (PROJECT / "recipes" / "slurm.sh").read_text()
+    guide = (PROJECT / "docs" / "cluster.md").read_text()
+    found = {
+        option: int(re.search(rf"{re.escape(option)}([0-9]+)", batch_file)[1])
+        for option in ("--shutdown-timeout=", "--wait=", "--signal=USR1@", "--mem=")
+    }
+    ours, others, before_the_limit, _ = found.values()
+    size = 3e9 * 3 * 4 / 1e9  # GB: 3 billion weights and two averages of each, in float32
+    assert ours >= size * (2.7 + 1000 / 250)  # seconds of a CPU for each GB, and a disk that writes 250 MB/s
+    assert others >= ours  # ranks that have nothing to save end at once
+    assert before_the_limit >= ours + others
+    for option in ("--shutdown-timeout=", "--wait=", "--signal=USR1@"):
+        assert set(re.findall(rf"{re.escape(option)}([0-9]+)", guide)) == {str(found[option])}
 
 
 # ------------------------------------------------------------------------------------ a node that dies

@@ -695,6 +695,25 @@ def test_the_header_says_what_will_be_done(alone, tmp_path, caplog):
     assert "an epoch: 24" in said
 
 
+@pytest.mark.parametrize(
+    ("every", "recomputes", "passes", "is_long"), [(5, "false", 3, False), (5, "true", 4, False), (3, "false", 3, True)]
+)
+def test_the_header_says_what_an_evaluation_costs(alone, tmp_path, caplog, every, recomputes, passes, is_long):
+    """Catches runs that spend most of their time on evaluations, while nobody says so, nor what to do about it."""
+    settings = ["data_config.train_split=0.6", f"trainer_config.activation_checkpointing={recomputes}"]
+    settings += [f"trainer_config.eval_every_steps={every}", "trainer_config.max_steps=1"]
+    trainer = make_trainer(tmp_path, *settings, ranks=alone)
+    with caplog.at_level(logging.INFO):
+        trainer.fit()
+    # The evaluation text and a tenth as much of the other one, forward only; a backward pass costs two forward passes.
+    steps = round(1.1 * len(trainer.text.eval_codes) / (12 * 16) / passes)
+    assert steps == {3: 4, 4: 3}[passes]
+    assert f"evaluations: every {every} steps, each about {steps} times as long as a step" in caplog.messages
+    advice = [message for message in caplog.messages if "raise data_config.train_split" in message]
+    assert len(advice) == is_long
+    assert all(len(f"12:34:56 {message}") <= 80 for message in advice)
+
+
 def test_the_summary_counts_this_starts_tokens(alone, tmp_path, caplog):
     """Catches tokens of one micro-batch in each step, and steps that an earlier start has done, in sum or speed."""
     make_trainer(tmp_path, "trainer_config.max_steps=5", ranks=alone).fit()
