@@ -415,7 +415,7 @@ def look_closer(file: Path, key: str, ranks: Any) -> None:
     settings += [f"trainer_config.micro_batch_size={MICRO_BATCHES[ranks.world_size]}", "trainer_config.batch_size=12"]
     trainer = make_trainer(Path(f"{file}-looked"), *settings, ranks=ranks)
     result["norm"] = norm(trainer.parameters.values())
-    result["initial"] = gather_tensors(trainer.parameters)
+    result["initial"] = gather_tensors({name: p.detach().clone() for name, p in trainer.parameters.items()})
     result["evaluation"] = trainer.evaluate()
     result["held"] = sum(local(p).numel() for p in trainer.raw_model.parameters())
     masks = []
