@@ -34,7 +34,7 @@ from config import PROJECT, Config
 from console.hints import explain, help_text, hint
 from console.logs import open_log_file, set_up_logging
 from console.reporter import Reporter
-from console.sweep import Outcome, directory_name, sweep_table
+from console.sweep import Outcome, directory_name, note_on_rates, sweep_table, swept
 from data.corpus import find_text, read_text
 from distributed import Ranks, choose_dtype, is_alone, is_rank_0, leave, leave_if_lost, process_group
 from model import GPT
@@ -127,7 +127,8 @@ def train(cfg: DictConfig) -> None:
     outcome = Outcome(number=len(OUTCOMES) + 1, run_dir=HydraConfig.get().runtime.output_dir)
     OUTCOMES.append(outcome)
     if is_sweep() and is_rank_0():
-        sys.stderr.write(f"\nrun {outcome.number}: {' '.join(HydraConfig.get().overrides.task)}\n")
+        note = note_on_rates(sys.argv, cfg.optimizer_config.name) if outcome.number == 1 else ""
+        sys.stderr.write(f"{note}\nrun {outcome.number}: {' '.join(HydraConfig.get().overrides.task)}\n")
     try:
         outcome.loss = run(cfg, outcome.run_dir)
     except BaseException as error:
@@ -271,8 +272,7 @@ def is_sweep() -> bool:
 def check_sweep(cfg: DictConfig) -> None:
     """Raise ValueError where all runs of a sweep would save to one place."""
     url = cfg._get_node("trainer_config")._get_node("snapshot_path")._value()  # type: ignore[union-attr]
-    is_swept = any(word.startswith("trainer_config.snapshot_path=") and "," in word for word in sys.argv)
-    if is_sweep() and url is not None and "${" not in url and not is_swept:
+    if is_sweep() and url is not None and "${" not in url and "trainer_config.snapshot_path" not in swept(sys.argv):
         raise ValueError(
             f"trainer_config.snapshot_path={url}: all runs of a sweep would save there; leave it out, and each saves "
             "to its own run directory"

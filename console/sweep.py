@@ -47,6 +47,29 @@ def sweep_table(outcomes: list[Outcome]) -> str:
     return "\n".join(["", "the runs of this sweep, best first:", *lines, ""])
 
 
+def swept(typed: list[str]) -> dict[str, str]:
+    """What a command line tries in turn: the values of each key, as they were typed."""
+    return {key: values for key, _, values in (word.partition("=") for word in typed) if "," in values}
+
+
+def note_on_rates(typed: list[str], name: str) -> str:
+    """What the beginning of a sweep says where it tries a learning rate that most of the weights don't have.
+
+    Args:
+        typed: the command's arguments.
+        name: the optimizer's, where the sweep tries no others.
+    """
+    tried, key = swept(typed), "optimizer_config.learning_rate"
+    if key not in tried or "optimizer_config.muon_learning_rate" in tried:
+        return ""
+    if "muon" not in tried.get("optimizer_config.name", name):
+        return ""
+    return (
+        f"note: with Muon, {key} is AdamW's, for embeddings, norms and biases; "
+        "the matrices of the blocks have optimizer_config.muon_learning_rate\n"
+    )
+
+
 def directory_name(overrides: str) -> str:
     """The name of a sweep's run directory: its overrides, readable, and another for every other list of overrides.
 

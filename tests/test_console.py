@@ -177,23 +177,82 @@ def test_the_bar_fits_80_columns(tmp_path):
             output += os.read(terminal, 1 << 16)
     assert os.waitpid(pid, 0)[1] == 0, output.decode()
     bars = re.findall(r"step [^\r\n]*\|[^\r\n]*", output.decode())
-    finished = [bar for bar in bars if "24/24" in bar and "tokens/s" in bar]
-    assert finished  # the last bar is whole: count, time and speed
     assert max(map(len, bars)) <= 80
+    (last,) = {bar for bar in bars if "24/24" in bar and "loss" in bar}  # it is whole: count, time, loss and rates
+    assert re.fullmatch(r"step 24/24 \|.+\| 00:00 left, loss \d\.\d{3}, Muon 0.0075, AdamW 0.0025", last)
 
 
 def test_a_long_run_fits_80_columns_too():
-    """Catches a bar whose end is cut off once steps have seven digits and a fast machine makes millions of tokens."""
+    """Catches a bar whose end is cut off once steps have seven digits, and a wide one that lacks the speed."""
     from tqdm import tqdm
 
-    for total, seconds in ((9_999, 3_600.0), (99_999, 359_000.0), (1_000_000, 359_000.0)):
-        postfix = f"loss 10.123, {reporter.short_number(12_345_678)} tokens/s"
-        for step in (total // 2, total):
-            meter = {"n": step, "total": total, "elapsed": seconds, "postfix": postfix, "ncols": 80}
-            bar = tqdm.format_meter(**meter, bar_format=reporter.bar_format(total))
-            assert len(bar) <= 80
-            assert bar.endswith("12.3M tokens/s")
-            assert f"step {step}/{total} |" in bar
+    rates = {"Muon": 0.00012345, "AdamW": 0.000012345}
+    for columns, end in ((80, "AdamW 1.2e-05"), (120, "AdamW 1.2e-05, 12.3M tokens/s")):
+        postfix = reporter.bar_words(10.1234, rates, 12_345_678, columns)
+        for total, seconds in ((9_999, 3_600.0), (99_999, 359_000.0), (1_000_000, 359_000.0)):
+            for step in (total // 2, total):
+                meter = {"n": step, "total": total, "elapsed": seconds, "postfix": postfix, "ncols": columns}
+                bar = tqdm.format_meter(**meter, bar_format=reporter.BAR_FORMAT)
+                assert len(bar) <= columns
+                assert f"step {step}/{total} |" in bar
+                assert bar.endswith(f" left, loss 10.12, Muon 0.00012, {end}")
+
+
+def test_both_learning_rates_are_named(tmp_path, caplog):
+    """Catches AdamW's learning rate shown as the only one, in a run whose matrices follow Muon's."""
+    settings = ["trainer_config.max_steps=2", "optimizer_config.warmup_steps=4"]
+    for name, peaks, first in (
+        ("muon", "peak learning rates: Muon 0.03 (matrices of the blocks), AdamW 0.01 (the rest)",
+         "learning rate Muon 0.0075, AdamW 0.0025"),
+        ("adamw", "peak learning rate: AdamW 0.01", "learning rate AdamW 0.0025"),
+    ):  # fmt: skip
+        caplog.clear()
+        with world_of_one() as ranks, caplog.at_level(logging.DEBUG):
+            make_trainer(tmp_path / name, *settings, f"optimizer_config.name={name}", ranks=ranks).fit()
+        assert peaks in caplog.messages
+        (line,) = [message for message in caplog.messages if message.startswith("step 1/2: ")]
+        assert re.fullmatch(rf"step 1/2: loss \d\.\d{{4}}, {first}, \d+ tokens/s", line)
+    assert read_losses(tmp_path / "muon", "train/muon_learning_rate")[1] == pytest.approx(0.0075)
+
+
+def test_a_prolonged_run_says_that_its_rate_jumps_up(tmp_path, caplog):
+    """Catches a learning rate that goes from nothing to half its peak without a word, and one that only goes on."""
+    jump = "the learning rate jumps up, from 0.05 to 0.56 of its peak"
+    settings = {
+        # The last of 20 steps had 1/20, and of 45 steps the 21st has 25/45.
+        "linear": (["optimizer_config.lr_decay=linear"], 45, True),
+        "as before": (["optimizer_config.lr_decay=linear"], 20, False),
+        "not yet down": (["optimizer_config.lr_decay=wsd"], 45, False),
+        "warming up": (["optimizer_config.warmup_steps=50"], 45, False),
+    }
+    for name, (chosen, steps, is_told) in settings.items():
+        caplog.clear()
+        chosen = ["optimizer_config.warmup_steps=0", "trainer_config.max_epochs=9", *chosen]
+        with world_of_one() as ranks, caplog.at_level(logging.INFO):
+            first = make_trainer(tmp_path / name, *chosen, "trainer_config.max_steps=20", ranks=ranks)
+            if name == "not yet down":
+                first.state.total_steps = 15  # as a signal would end it
+            first.fit()
+            make_trainer(tmp_path / name, *chosen, f"trainer_config.max_steps={steps}", ranks=ranks).resume()
+        assert any(message.startswith(jump) for message in caplog.messages) == is_told, name
+        assert any("jumps up" in message for message in caplog.messages) == is_told, name
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "is_told"),
+    [
+        (["optimizer_config.learning_rate=1e-3,1e-2"], "muon", True),
+        (["optimizer_config.learning_rate=1e-3,1e-2", "optimizer_config.name=adamw,muon"], "adamw", True),
+        (["optimizer_config.learning_rate=1e-3,1e-2"], "adamw", False),
+        (["optimizer_config.learning_rate=1e-3,1e-2", "optimizer_config.muon_learning_rate=.01,.02"], "muon", False),
+        (["optimizer_config.learning_rate=1e-3", "trainer_config.seed=1,2"], "muon", False),
+    ],
+)
+def test_a_sweep_over_adamws_rate_says_that_it_is_adamws(typed, name, is_told):
+    """Catches a sweep over a learning rate that most of the weights don't have, read as if they had it."""
+    note = sweep.note_on_rates(typed, name)
+    assert bool(note) == is_told
+    assert not is_told or "optimizer_config.muon_learning_rate" in note
 
 
 def test_the_table_of_a_sweep():

@@ -185,6 +185,8 @@ def test_a_sweep_goes_on_after_a_failing_run(tmp_path):
     begun = re.findall(r"^run (\d+): .*trainer_config.max_epochs=", process.stderr, flags=re.MULTILINE)
     assert begun == [str(number) for number in range(1, 13)]  # the same numbers as in the table
     assert "#1" not in process.stderr
+    assert process.stderr.count("optimizer_config.learning_rate is AdamW's") == 1
+    assert process.stderr.index("is AdamW's") < process.stderr.index("run 1:")
     table = process.stderr[process.stderr.index("the runs of this sweep, best first:") :].splitlines()[1:]
     assert len(table) == 12
     losses = [float(re.search(r"run \d+: evaluation loss ([\d.]+)  /", line)[1]) for line in table[:2]]
