@@ -324,8 +324,9 @@ class Trainer:
     def _finish(self) -> None:
         state = self.state
         if state.stop_signal:
-            self.reporter.close()
             name = signal.Signals(state.stop_signal).name
+            self.reporter.note_end(self.step, name)
+            self.reporter.close()
             how = "start again" if self.config.resume else "start again without trainer_config.resume=false"
             log.info("stopped by %s after step %d of %d; %s to go on", name, self.step, state.total_steps, how)
         else:

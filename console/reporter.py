@@ -43,6 +43,7 @@ class Reporter:
         self.watch = Stopwatch()
         self.losses: dict[int, tuple[float, float]] = {}  # by step: on the training text's passage, on unseen text
         self._began = self._last_line = time.perf_counter()
+        self.end = ""  # what has ended the run: "max_steps", for example; empty while it lasts
         self.writer: Any = None  # TensorBoard's
         self.bar: Any = None
 
@@ -109,9 +110,13 @@ class Reporter:
         self._write("add_scalar", "eval/bits_per_char", bits, step)
         self._write("add_scalar", "eval/train_loss", train_loss, step)
         if text:
-            plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-            log.info('    "%s"', plain.replace("\n", " / "))  # one sees it learn to spell
+            log.info('    "%s"', text.replace("\n", " / "))  # one sees it learn to spell
             self._write("add_text", "samples", "\n".join(f"    {line}" for line in text.split("\n")), step)
+
+    def note_end(self, step: int, reason: str) -> None:
+        """Write down, beside the curves, what has ended the run at a step: a key, a signal, or an error."""
+        self.end = reason
+        self._write("add_text", "end", reason, step)
 
     def flush(self) -> None:
         """Bring the curves to the disk."""
@@ -132,6 +137,11 @@ class Reporter:
         """Close the curves and the bar, and say how it went and what to do next."""
         if not self.is_main:
             return
+        cap = self.config.get("trainer_config.max_steps")
+        key = "max_steps" if cap is not None and cap <= step else "max_epochs"
+        if step < self.total_steps:
+            key = "patience"
+        self.note_end(step, key)
         self._write_hyperparameters(best_loss, step)
         self.close()
         if text:
@@ -148,11 +158,8 @@ class Reporter:
         learned = lesson(train_loss, loss, then[0], best_loss, best_step, step)
         for line in learned:
             log.info("%s", line)
-        cap = self.config.get("trainer_config.max_steps")
-        key = "max_steps" if cap is not None and cap <= step else "max_epochs"
-        if step < self.total_steps:
-            key = "patience"
         log.info("written: %s", self.run_dir)
+        log.info("to see the curves: %s", shlex.join(["tensorboard", "--logdir", self.run_dir]))
         log.info("to write text: %s", command("generate.py", best_snapshot))
         log.info("to look into it: %s", command("look.py", best_snapshot))
         go_on = f"to go on, raise trainer_config.{key}; " if len(learned) == 1 else ""  # no advice against the other

@@ -108,6 +108,7 @@ def test_the_last_line_names_the_key_that_ended_the_run(tmp_path, monkeypatch, c
         trainer.fit()
     assert trainer.step == steps
     assert f"to go on, raise trainer_config.{key};" in caplog.messages[-1]
+    assert f"to see the curves: tensorboard --logdir {tmp_path}" in caplog.messages
 
 
 def test_a_samples_lines_stay_lines(tmp_path, caplog):
@@ -159,6 +160,8 @@ def test_other_ranks_speak_up_only_when_something_is_wrong(capsys):
             lines = capsys.readouterr().err.splitlines()
             assert len(lines) == wanted
             assert lines[-1].endswith("[rank 1] something is wrong")
+        logging.getLogger("somebody").warning("written: a\x1b[2Jb\udcff\na line")  # the name of a directory
+        assert capsys.readouterr().err.endswith("a\\x1b[2Jb\\udcff\na line\n")
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
@@ -258,12 +261,37 @@ def test_a_sweep_over_adamws_rate_says_that_it_is_adamws(typed, name, is_told):
 def test_the_table_of_a_sweep():
     """Catches NaN in front of numbers, failures in front of anything, and runs with equal losses out of their order."""
     losses = [math.nan, 2.0, math.inf, 1.0, 2.0]
-    runs = [sweep.Outcome(number, f"/runs/{number}", loss) for number, loss in enumerate(losses, 1)]
-    runs.append(sweep.Outcome(6, "/runs/6", 0.5, failure="out of memory"))
+    runs = [sweep.Outcome(number, f"/runs/{number}", loss=loss) for number, loss in enumerate(losses, 1)]
+    runs.append(sweep.Outcome(6, "/runs/6", loss=0.5, failure="out of memory"))
+    runs[3].end = "max_steps"
     lines = sweep.sweep_table(runs).strip().splitlines()[1:]
-    assert [int(line.split(":")[0].split()[1]) for line in lines] == [4, 2, 5, 1, 3, 6]
-    assert lines[0] == "  run 4: evaluation loss 1.0000  /runs/4"
-    assert lines[-1] == "  run 6: failed: out of memory  /runs/6"
+    assert [int(line.split(":")[0].split()[1]) for line in lines[:-1]] == [4, 2, 5, 1, 3, 6]
+    assert lines[0] == "  run 4: evaluation loss 1.0000  4 (max_steps)"
+    assert lines[-2] == "  run 6: failed                  6 (out of memory)"
+    assert lines[-1] == "in /runs"
+
+
+def test_tables_fit_80_columns():
+    """Catches rows that a terminal breaks anywhere, what all runs share in each of them, and signs that it obeys."""
+    rates = ["0.001", "0.002"]
+    runs = [
+        sweep.Outcome(
+            *(number, f"/runs/optimizer_config.learning_rate={rate},data_config.path=somewhere.txt"),
+            settings=[f"optimizer_config.learning_rate={rate}", "data_config.path=somewhere.txt"],
+            failure="the loss is not finite " * 9,
+        )
+        for number, rate in enumerate(rates, 1)
+    ]
+    table = sweep.sweep_table(runs)
+    assert max(map(len, table.splitlines())) <= 80
+    together = re.sub(r"\s+", "", table)
+    for rate in rates:
+        assert together.count(f"learning_rate={rate},") == 1  # in the name, and not again
+    numbered = [sweep.Outcome(n, f"/runs/\x1b[2J{n}", settings=runs[n - 1].settings, loss=1.0) for n in (1, 2)]
+    table = sweep.sweep_table(numbered)
+    assert "\x1b" not in table
+    assert "data_config.path" not in table
+    assert r"  run 2: evaluation loss 1.0000  \x1b[2J2 optimizer_config.learning_rate=0.002" in table.splitlines()
 
 
 @settings(max_examples=300, deadline=None)
@@ -276,6 +304,7 @@ def test_two_lists_of_overrides_never_share_a_directory(one, other):
     And a digest where a name was.
     """
     assert directory_name("a.b=1,c=x") == "a.b=1,c=x"
+    assert re.fullmatch(r"c=\[1,2\]-\w{8}", directory_name("a.b=1,c=[1,2],d=3", ["c"]))  # what tells it from the others
     for text in (one, other):
         name = directory_name(text)
         assert len(name.encode("utf-8", "surrogatepass")) <= 230  # below 255, with room for what is made from it
