@@ -310,9 +310,10 @@ def check_one_step(sampler: WindowSampler) -> None:
     """Raise ValueError where the training text is too short for one optimizer step."""
     if sampler.steps_per_epoch == 0:
         B, T = sampler.batch_size, sampler.block_size
+        smaller, larger = ("trainer_config.batch_size", "data_config.block_size")[:: 1 if T > B else -1]
         raise ValueError(
-            f"the training text has {sampler.targets + 1} characters, and one step of batch_size={B} windows "
-            f"of block_size={T} needs {B * T + 1}; lower trainer_config.batch_size, or give a longer text"
+            f"the training text has {sampler.targets + 1} characters, and one step of batch_size={B} windows of "
+            f"block_size={T} needs {B * T + 1}; lower {larger} or {smaller}, or give a longer text"
         )
 
 

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from char_dataset import CharDataset, Text, WindowSampler, evaluation_batches
-from config import Config, TrainerConfig
+from config import Config, TrainerConfig, ranks_in_words
 from console.reporter import Reporter, named, peak_memory
 from console.signals import StopRequest, ignore_signals, start_workers
 from distributed import (
@@ -407,7 +407,7 @@ class Trainer:
             f"steps: {state.total_steps:,} of {config.batch_size} windows of {c.block_size} characters; "
             f"an epoch: {self.sampler.steps_per_epoch:,}",
             f"machine: {str(self.dtype).removeprefix('torch.')} on {self.ranks.device}; a step: "
-            f"{self.ranks.world_size} ranks x {self.accumulation_steps} x {self.micro_batch_size} windows",
+            f"{ranks_in_words(self.ranks.world_size)} x {self.accumulation_steps} x {self.micro_batch_size} windows",
             f"peak learning rates: Muon {peaks['Muon']:g} (matrices of the blocks), AdamW {peaks['AdamW']:g} (the rest)"
             if "Muon" in peaks
             else f"peak learning rate: AdamW {peaks['AdamW']:g}",

@@ -18,6 +18,7 @@ import torch
 
 from config import PROJECT
 from console.logs import load_tqdm
+from console.text import printable
 
 Item = TypeVar("Item")
 
@@ -110,7 +111,7 @@ class Reporter:
         self._write("add_scalar", "eval/bits_per_char", bits, step)
         self._write("add_scalar", "eval/train_loss", train_loss, step)
         if text:
-            log.info('    "%s"', text.replace("\n", " / "))  # one sees it learn to spell
+            log.info('    "%s"', printable(text).replace("\n", " / "))  # one sees it learn to spell
             self._write("add_text", "samples", "\n".join(f"    {line}" for line in text.split("\n")), step)
 
     def note_end(self, step: int, reason: str) -> None:

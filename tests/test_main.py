@@ -62,11 +62,25 @@ BAD_INPUT = {
     "as an option": (["--max-steps=21"], ["--max-steps=21", "did you mean trainer_config.max_steps=21?"]),
     "plus too many": (["+trainer_config.max_steps=21"], ["did you mean trainer_config.max_steps=21?"]),
     "seed too large": ([f"trainer_config.seed={2**64}"], [f"seed={2**64}", "2^64"]),
-    "wrong type": (["trainer_config.batch_size=many"], ["trainer_config.batch_size", "many"]),
-    "wrong type of a list": (["optimizer_config.betas=0.9"], ["betas", "0.9"]),
+    "wrong type": (["trainer_config.batch_size=many"], ["trainer_config.batch_size=many: must be a whole number"]),
+    "no whole number": (["gpt_config.n_layer=6.5"], ["gpt_config.n_layer=6.5: must be a whole number or null"]),
+    "wrong type of a list": (
+        ["optimizer_config.betas=0.9"],
+        ["betas=0.9: must be a list of numbers, as in ["],
+    ),
+    "wrong type in a list": (["optimizer_config.betas=[a,1]"], ["betas=[a,1]: must be a list of numbers"]),
+    "neither true nor false": (["trainer_config.resume=maybe"], ["trainer_config.resume=maybe: must be true or false"]),
+    "null where there must be something": (["optimizer_config.name=null"], ["name=null: must be text;"]),
+    "a group as a key": (["gpt_config=3"], ["gpt_config=3: gpt_config is a group; its keys are n_layer, n_head"]),
+    "blanks": (["gpt_config.n_layer", "=", "6"], ["leave out the blanks around =: gpt_config.n_layer=6"]),
+    "a blank in front": (["gpt_config.n_layer", "=6"], ["leave out the blanks around =: gpt_config.n_layer=6"]),
+    "a blank behind": (["gpt_config.n_layer=", "6"], ["leave out the blanks around =: gpt_config.n_layer=6"]),
+    "an open bracket": (["optimizer_config.betas=[0.9"], ["betas=[0.9: can't be read; brackets come in pairs"]),
+    "a comma too many": (["trainer_config.max_steps=9,"], ["max_steps=9,: can't be read", "\"KEY='VALUE'\""]),
+    "several values": (["trainer_config.max_steps=8,9"], ["trainer_config.max_steps=8,9: several values need -m, as"]),
     "negative": (["trainer_config.max_epochs=-1"], ["trainer_config.max_epochs=-1", "above 0"]),
     "model type and sizes": (["gpt_config.model_type=gpt-nano"], ["model_type=gpt-nano", "'n_layer': 2", "null"]),
-    "micro-batches": (["trainer_config.micro_batch_size=5"], ["batch_size=12", "1 ranks", "micro_batch_size=5"]),
+    "micro-batches": (["trainer_config.micro_batch_size=5"], ["batch_size=12", "1 rank x", "micro_batch_size=5"]),
     "micro-batch as a word": (["trainer_config.micro_batch_size=many"], ["micro_batch_size=many", "null, auto, or a"]),
     "half a micro-batch": (["trainer_config.micro_batch_size=2.5"], ["micro_batch_size", "2.5"]),
     "no micro-batch": (["trainer_config.micro_batch_size=0"], ["micro_batch_size=0", "above 0"]),
@@ -82,6 +96,10 @@ BAD_INPUT = {
     "corpus shorter than a step": (
         ["data_config.path={folder}/brief.txt", "data_config.truncate=1"],
         ["180 characters", "batch_size=12", "193"],
+    ),
+    "window too long for a step": (
+        ["data_config.path={folder}/brief.txt", "data_config.truncate=1", "data_config.block_size=19"],
+        ["180 characters", "229", "lower data_config.block_size or trainer_config.batch_size"],
     ),
     "nothing to fine-tune": (["trainer_config.init_from={folder}/none.pt"], ["none.pt", "there is no snapshot"]),
     "not UTF-8": (["data_config.path={folder}/latin1.txt"], ["{folder}/latin1.txt", "UTF-8", "0xe9", "offset 3"]),
@@ -109,6 +127,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(bad_texts, tmp_path, name):
     (line,) = process.stderr.splitlines()
     for part in parts:
         assert part.format(folder=bad_texts) in line
+    for word in ("ListConfig", "<EOF>", "merging override", "converted", "Optional", "Lexer", "Ambiguous", "viable"):
+        assert word not in line  # of a library
     assert not (tmp_path / "run").exists()
 
 
