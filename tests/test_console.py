@@ -26,7 +26,7 @@ from test_generate import PROMPT, load, run_generate, snapshot  # noqa: F401 (fi
 from test_trainer import make_trainer, world_of_one
 
 from console import logs, reporter, sweep
-from console.prompts import COMMANDS, obey, unescape
+from console.prompts import COMMANDS, HELP, obey, unescape
 from console.reporter import Reporter, Stopwatch, lesson
 from console.sweep import directory_name
 from generate import until
@@ -386,7 +386,7 @@ def test_settings(line, setting, value):
 
 
 @pytest.mark.parametrize(
-    "line", ["/top-p 2", "/top-k -1", "/length -1", "/seed -1", "/temperature hot", "/seed", "/x 1"]
+    "line", ["/top-p 2", "/top-k -1", "/length -1", "/seed -1", "/temperature hot", "/x 1", "/settings 1", "/quit 1"]
 )
 def test_bad_settings_change_nothing(line):
     """Catches half a change, and a message that doesn't name what was typed."""
@@ -395,6 +395,40 @@ def test_bad_settings_change_nothing(line):
     with pytest.raises(ValueError, match=r"top_p=2.0|" + re.escape(line.split()[0])):
         obey(line, arguments)
     assert vars(arguments) == before
+
+
+def test_settings_are_shown():
+    """Catches a setting that can only be seen by setting it."""
+    arguments = argparse.Namespace(temperature=0.8, top_k=None, top_p=0.9, max_new_tokens=7, seed=None, stop="\n")
+    before = dict(vars(arguments))
+    assert obey("/temperature", arguments) == "temperature is 0.8"
+    assert obey("/top-k ", arguments) == "top-k is none"
+    assert obey("/length", arguments) == "length is 7"
+    assert obey("/settings", arguments).splitlines() == [
+        *("temperature is 0.8", "top-k is none", "top-p is 0.9", "length is 7", "seed is none", r"stop is '\n'"),
+    ]
+    assert vars(arguments) == before
+
+
+def test_help_fits_80_columns():
+    """Catches lines that a terminal of the usual size breaks anywhere."""
+    assert max(map(len, HELP.splitlines())) <= 80
+    assert all(name in HELP for name in (*COMMANDS, "/settings", "/quit"))
+
+
+@pytest.mark.parametrize("word", ["quit", "/quit"])
+def test_it_can_be_quit_by_a_word(snapshot, word):  # noqa: F811
+    """Catches a user who can't get out, and a text that begins with that word."""
+    process = run_generate(snapshot, "--interactive", "--max-new-tokens", 3, stdin=f"{PROMPT}\n{word}\n{PROMPT}\n")
+    assert (process.returncode, len(process.stdout)) == (0, len(PROMPT) + 3 + 1), process.stderr
+
+
+def test_prompts_have_one_text_each(snapshot):  # noqa: F811
+    """Catches --num-samples that does nothing."""
+    process = run_generate(snapshot, "--interactive", "--num-samples", 3, stdin=f"{PROMPT}\n")
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.startswith("error: --num-samples=3: ")
+    assert len(process.stderr.splitlines()) == 1
 
 
 def test_a_seed_can_be_taken_back():
