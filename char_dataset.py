@@ -25,9 +25,13 @@ class CharVocabulary:
     Args:
         characters: each known character once, sorted. `CharVocabulary.of` collects them from a text. A snapshot
             stores this string, and needs nothing else to rebuild the vocabulary.
+
+    Raises:
+        ValueError: a character comes twice.
     """
 
     def __init__(self, characters: str):
+        check_distinct(characters)
         self.characters = characters
         self.dtype = np.min_scalar_type(max(len(characters) - 1, 0))  # of codes: one byte each for most texts
         # The code of every Unicode number up to the highest known one; the last entry stands for all beyond it. Unknown
@@ -270,6 +274,16 @@ def distinct_characters(text: str) -> str:
         if not seen.take(points).all():  # reading flags takes a third of the time of setting them
             seen[points] = True
     return "".join(map(chr, np.flatnonzero(seen)))
+
+
+def check_distinct(characters: str) -> None:
+    """Raise ValueError where a vocabulary repeats characters, as a text does."""
+    different = len({*characters})
+    if different < len(characters):
+        raise ValueError(
+            f"a vocabulary of {len(characters):,} characters, {different:,} of them different; it has each one once: "
+            "to collect it from a text, use CharVocabulary.of(text)"
+        )
 
 
 def check_known(vocabulary: CharVocabulary, text: str, points: np.ndarray, codes: np.ndarray) -> None:
