@@ -90,8 +90,8 @@ def read_run(run_dir: Path, name: str) -> Run:
         before, seconds = at, seconds + (at - before) * tokens_per_step / speed
     speed = before * tokens_per_step / seconds if seconds else 0.0
     ended_at, why = ended(events)
-    if ended_at < step:  # it has gone on since
-        why = "unfinished"
+    if ended_at < step:  # it has gone on since; or it came to its end when runs didn't say yet by what
+        why = "" if step in dict(scalars(events, "eval/best_loss")) else "unfinished"
     return Run(name, snapshot["corpus"], loss, step, parameters, seconds, speed, settings, why)
 
 

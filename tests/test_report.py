@@ -88,6 +88,9 @@ def test_why_each_run_ended(tmp_path):
         trainer = make_trainer(tmp_path / "patient", *patient, ranks=ranks)
         vars(trainer)["evaluate"] = lambda: 2.0
         trainer.fit()
+        earlier = make_trainer(tmp_path / "of an earlier version", "trainer_config.max_steps=1", ranks=ranks)
+        vars(earlier.reporter)["note_end"] = lambda *_: None
+        earlier.fit()
     # Gone on with, and killed before it has said anything: the old end is none any more.
     run_program(
         *(sys.executable, "-c", script.replace("== 7", "== 27"), f"hydra.run.dir={tmp_path / 'none'}", *TINY_RUN),
@@ -95,6 +98,7 @@ def test_why_each_run_ended(tmp_path):
     )
     ends |= {"none": "(unfinished)", "patient": "(patience)"}
     shown = {run.name: run_table([run]) for run in read_runs(tmp_path)}
+    assert "(" not in shown["of an earlier version"].splitlines()[1]  # it isn't known
     for name, end in ends.items():
         assert f"{name} {end}" in " ".join(shown[name].split()), shown[name]
 
