@@ -25,9 +25,13 @@ class CharVocabulary:
     Args:
         characters: each known character once, sorted. `CharVocabulary.of` collects them from a text. A snapshot
             stores this string, and needs nothing else to rebuild the vocabulary.
+
+    Raises:
+        ValueError: a character comes twice.
     """
 
     def __init__(self, characters: str):
+        check_distinct(characters)
         self.characters = characters
         self.dtype = np.min_scalar_type(max(len(characters) - 1, 0))  # of codes: one byte each for most texts
         # The code of every Unicode number up to the highest known one; the last entry stands for all beyond it. Unknown
@@ -272,6 +276,16 @@ def distinct_characters(text: str) -> str:
     return "".join(map(chr, np.flatnonzero(seen)))
 
 
+def check_distinct(characters: str) -> None:
+    """Raise ValueError where a vocabulary repeats characters, as a text does."""
+    different = len({*characters})
+    if different < len(characters):
+        raise ValueError(
+            f"a vocabulary of {len(characters):,} characters, {different:,} of them different; it has each one once: "
+            "to collect it from a text, use CharVocabulary.of(text)"
+        )
+
+
 def check_known(vocabulary: CharVocabulary, text: str, points: np.ndarray, codes: np.ndarray) -> None:
     """Raise ValueError, which names all unknown characters of the text, if one is in this chunk of it."""
     first = ord(vocabulary.characters[0]) if vocabulary.characters else -1
@@ -310,9 +324,10 @@ def check_one_step(sampler: WindowSampler) -> None:
     """Raise ValueError where the training text is too short for one optimizer step."""
     if sampler.steps_per_epoch == 0:
         B, T = sampler.batch_size, sampler.block_size
+        smaller, larger = ("trainer_config.batch_size", "data_config.block_size")[:: 1 if T > B else -1]
         raise ValueError(
-            f"the training text has {sampler.targets + 1} characters, and one step of batch_size={B} windows "
-            f"of block_size={T} needs {B * T + 1}; lower trainer_config.batch_size, or give a longer text"
+            f"the training text has {sampler.targets + 1} characters, and one step of batch_size={B} windows of "
+            f"block_size={T} needs {B * T + 1}; lower {larger} or {smaller}, or give a longer text"
         )
 
 

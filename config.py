@@ -109,7 +109,7 @@ class TrainerConfig:
         micro = asked if isinstance(asked, int) else max(1, self.batch_size // world_size)
         if self.batch_size % (world_size * micro):
             raise ValueError(
-                f"trainer_config.batch_size={self.batch_size} is not divisible by {world_size} ranks x "
+                f"trainer_config.batch_size={self.batch_size} is not divisible by {ranks_in_words(world_size)} x "
                 f"micro_batch_size={micro} = {world_size * micro}; every rank must get the same number of micro-batches"
             )
         return micro
@@ -137,6 +137,11 @@ class Config:
 
 
 # ------------------------------------------------------------------------- armour: names of models, values out of range
+
+
+def ranks_in_words(number: int) -> str:
+    """1 rank, 2 ranks."""
+    return f"{number} rank{'s' if number > 1 else ''}"
 
 
 def check_architecture(c: Any) -> None:

@@ -70,11 +70,18 @@ def generate(arguments: argparse.Namespace) -> None:
     prompt, arguments.stop = arguments.prompt, unescape(arguments.stop)
     if prompt == "-":
         prompt = re.sub(r"\r?\n\Z", "", sys.stdin.read())  # the shell's newline
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    is_talk = not arguments.score and (arguments.interactive or (not prompt and on_terminal))
+    if is_talk and arguments.num_samples > 1:
+        raise ValueError(
+            f"--num-samples={arguments.num_samples}: one prompt after the other gets one text each; for several, give "
+            "the prompt on the command line"
+        )
     model, vocabulary = load_model(arguments.snapshot, device)
     if arguments.score:
         print(score(model, vocabulary, prompt))
         return
-    if arguments.interactive or (not prompt and sys.stdin.isatty() and sys.stdout.isatty()):
+    if is_talk:
         converse(vocabulary, arguments, random, functools.partial(write, model, vocabulary))
         return
     if not prompt:

@@ -31,10 +31,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from char_dataset import Text
 from config import PROJECT, Config
+from console.errors import one_line
 from console.hints import EXPLAINED, explain, help_text, hint, long_number
 from console.logs import open_log_file, set_up_logging
 from console.reporter import Reporter
-from console.sweep import Outcome, directory_name, sweep_table
+from console.sweep import Outcome, directory_name, note_on_rates, sweep_table, swept
 from data.corpus import find_text, read_text
 from distributed import Ranks, choose_dtype, is_alone, is_rank_0, leave, leave_if_lost, process_group
 from model import GPT
@@ -52,7 +53,7 @@ for name in RECIPES:  # `+recipe=NAME` lays recipes/NAME.yaml over the defaults
 # The default run directory and the default text lie in the project, wherever the command is typed.
 OmegaConf.register_new_resolver("project", lambda path: str(PROJECT / path))
 OmegaConf.register_new_resolver("help", help_text)
-OmegaConf.register_new_resolver("name", directory_name)
+OmegaConf.register_new_resolver("name", lambda overrides: directory_name(overrides, swept(sys.argv)))
 
 OUTCOMES: list[Outcome] = []  # of the runs so far: a sweep has several
 
@@ -60,8 +61,8 @@ OUTCOMES: list[Outcome] = []  # of the runs so far: a sweep has several
 USER_ERRORS = (ValueError, OSError, OmegaConfBaseException, RunError)
 
 
-def run(cfg: DictConfig, run_dir: str) -> float:
-    """One run: its lowest evaluation loss."""
+def run(cfg: DictConfig, run_dir: str) -> tuple[float, str]:
+    """One run: its lowest evaluation loss, and what has ended it."""
     with ExitStack() as group:
         with told_in_one_line(run_dir, USER_ERRORS):
             config = read_config(cfg)
@@ -71,7 +72,8 @@ def run(cfg: DictConfig, run_dir: str) -> float:
             path, warning = find_text(config.data_config.path, ranks)
             warn_on_main(warning, ranks)
             if c.plan:
-                return print_plan(config, path, ranks, run_dir)
+                print_plan(config, path, ranks, run_dir)
+                return math.nan, "plan"
             trainer = build_trainer(config, path, ranks, run_dir)
             trainer.resume()
             begin_files(trainer, run_dir)
@@ -79,7 +81,7 @@ def run(cfg: DictConfig, run_dir: str) -> float:
             trainer.fit()
     warn_on_main(warning, ranks)
     exit_if_stopped(trainer)
-    return trainer.state.best_eval_loss
+    return trainer.state.best_eval_loss, trainer.reporter.end
 
 
 def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str) -> Trainer:
@@ -129,12 +131,15 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str) -> Trai
 @record  # inside Hydra's wrapper: the other way round, torchrun would not learn of a failure's traceback
 def train(cfg: DictConfig) -> None:
     """Train as the configuration says; in a sweep, a run that fails lets the next one begin."""
-    outcome = Outcome(number=len(OUTCOMES) + 1, run_dir=HydraConfig.get().runtime.output_dir)
+    hydra_config = HydraConfig.get()
+    settings = list(hydra_config.overrides.task)
+    outcome = Outcome(len(OUTCOMES) + 1, hydra_config.runtime.output_dir, settings)
     OUTCOMES.append(outcome)
     if is_sweep() and is_rank_0():
-        sys.stderr.write(f"\nrun {outcome.number}: {' '.join(HydraConfig.get().overrides.task)}\n")
+        note = note_on_rates(sys.argv, cfg.optimizer_config.name) if outcome.number == 1 else ""
+        sys.stderr.write(f"{note}\nrun {outcome.number}: {' '.join(settings)}\n")
     try:
-        outcome.loss = run(cfg, outcome.run_dir)
+        outcome.loss, outcome.end = run(cfg, outcome.run_dir)
     except BaseException as error:
         is_failure = is_sweep() and outcome.note(error)
         # A run that a signal has stopped ends a sweep. So does one that fails on several ranks: if one of them alone
@@ -256,6 +261,9 @@ def closing(trainer: Trainer) -> Iterator[None]:
     """Around training: however it ends, signals get their former effect, and curves and bar are closed."""
     try:
         yield
+    except BaseException as error:
+        trainer.reporter.note_end(trainer.step, one_line(error).removeprefix("error: "))
+        raise
     finally:
         trainer.stop_request.stop_listening()
         trainer.reporter.close()
@@ -280,8 +288,7 @@ def is_sweep() -> bool:
 def check_sweep(cfg: DictConfig) -> None:
     """Raise ValueError where all runs of a sweep would save to one place."""
     url = cfg._get_node("trainer_config")._get_node("snapshot_path")._value()  # type: ignore[union-attr]
-    is_swept = any(word.startswith("trainer_config.snapshot_path=") and "," in word for word in sys.argv)
-    if is_sweep() and url is not None and "${" not in url and not is_swept:
+    if is_sweep() and url is not None and "${" not in url and "trainer_config.snapshot_path" not in swept(sys.argv):
         raise ValueError(
             f"trainer_config.snapshot_path={url}: all runs of a sweep would save there; leave it out, and each saves "
             "to its own run directory"
@@ -294,8 +301,8 @@ def warn_on_main(warning: str, ranks: Ranks) -> None:
         log.warning(warning)
 
 
-def print_plan(config: Config, path: str, ranks: Ranks, run_dir: str) -> float:
-    """Print what the run would need, and keep nothing; the result stands for the loss that there isn't."""
+def print_plan(config: Config, path: str, ranks: Ranks, run_dir: str) -> None:
+    """Print what the run would need, and keep nothing."""
     from large.plan import plan, time_evaluation, time_line, time_steps  # a second of imports that runs save
 
     text = Text.of(read_text(path), config.data_config)
@@ -312,7 +319,6 @@ def print_plan(config: Config, path: str, ranks: Ranks, run_dir: str) -> float:
         if ranks.is_main:
             print(line)
     environment.remove_directories(run_dir)
-    return math.nan
 
 
 def accept_hydras_help() -> None:

@@ -92,6 +92,13 @@ def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
         group["lr"] = group["initial_lr"] * factor
 
 
+def learning_rates(optimizer: Optimizer, key: str = "lr") -> dict[str, float]:
+    """The learning rate of a step, or the peak ("initial_lr"), by the name of whose it is; of the topmost layer."""
+    if isinstance(optimizer, MuonWithAdamW):
+        return {"Muon": optimizer.parts["muon"].param_groups[-1][key], **learning_rates(optimizer.parts["adamw"], key)}
+    return {"AdamW": optimizer.param_groups[-1][key]}
+
+
 def create_optimizer(
     model: nn.Module, config: OptimizerConfig, dtype: torch.dtype = torch.float32, rank: int = 0, world_size: int = 1
 ) -> Optimizer:

@@ -8,6 +8,7 @@ if __name__ == "__main__":
 import argparse
 import json
 import math
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from pathlib import Path
 import torch
 
 from config import PROJECT, Config
-from console.curves import read_events, scalars
+from console.curves import ended, read_events, scalars
 from console.errors import one_line, one_line_at_the_end
+from console.text import printable, run_row
 from model import GPT, GPTConfig
 from saving.contents import check_contents
 from snapshot import load_snapshot, previous_url
@@ -34,6 +36,7 @@ class Run:
     seconds: float  # of training, without evaluations and snapshots; 0 where there are no curves
     speed: float  # tokens a second in these seconds
     settings: list[str]  # that are not the defaults: "group.key=value"
+    end: str = ""  # why it ended; empty where nothing is known of it
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -50,7 +53,7 @@ def read_runs(folder: Path) -> list[Run]:
         try:
             runs.append(read_run(place, str(place.relative_to(folder.parent if place == folder else folder))))
         except Exception as error:  # noqa: PERF203 - odd contents raise almost anything
-            print(f"skipped {place}: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
+            print(printable(f"skipped {place}: {type(error).__name__}: {one_line(error)}"), file=sys.stderr)
     if not runs:
         raise ValueError("none of these runs can be read")
     return runs
@@ -86,24 +89,32 @@ def read_run(run_dir: Path, name: str) -> Run:
     for at, speed in speeds:  # of the steps since the last report
         before, seconds = at, seconds + (at - before) * tokens_per_step / speed
     speed = before * tokens_per_step / seconds if seconds else 0.0
-    return Run(name, snapshot["corpus"], loss, step, parameters, seconds, speed, settings)
+    ended_at, why = ended(events)
+    if ended_at < step:  # it has gone on since; or it came to its end when runs didn't say yet by what
+        why = "" if step in dict(scalars(events, "eval/best_loss")) else "unfinished"
+    return Run(name, snapshot["corpus"], loss, step, parameters, seconds, speed, settings, why)
 
 
-def run_table(runs: list[Run]) -> str:
-    """One line for each run, the lowest loss first; runs of one text stand together."""
+def run_table(runs: list[Run], width: int = 80) -> str:
+    """One row for each run, the lowest loss first; runs of one text stand together.
+
+    Args:
+        runs: all that are to be shown. Of their settings, those that differ are.
+        width: of the table, in characters.
+    """
 
     def order(run: Run) -> tuple[bool, float]:
         return not math.isfinite(run.loss), run.loss
 
-    lines = ["  loss    steps   parameters  seconds  tokens/s  run, and what it sets other than the defaults"]
+    lines = ["  loss    steps   parameters  seconds  tokens/s  run (why it ended) settings"]
     texts = list(dict.fromkeys(run.text for run in sorted(runs, key=order)))  # that of the lowest loss first
     for text in texts:
         if text != texts[0]:
             lines.append("another text, whose losses don't compare with those above:")
         for run in sorted((run for run in runs if run.text == text), key=order):
             speed = f"{run.seconds:7,.0f}  {run.speed:8,.0f}" if run.seconds else f"{'?':>7}  {'?':>8}"
-            words = " ".join([run.name, *run.settings])
-            lines.append(f"{run.loss:6.4f}  {run.steps:7,}  {run.parameters:11,}  {speed}  {words}")
+            left = f"{run.loss:6.4f}  {run.steps:7,}  {run.parameters:11,}  {speed}  "
+            lines.append(run_row(left, run.name, run.end, run.settings, [other.settings for other in runs], width))
     return "\n".join(lines)
 
 
@@ -113,7 +124,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=PROJECT / "runs", help="where they are (runs)")
     folder = parser.parse_args().folder
     with one_line_at_the_end():
-        print(run_table(read_runs(folder)), flush=True)
+        print(run_table(read_runs(folder), shutil.get_terminal_size().columns), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from char_dataset import CharDataset, Text, WindowSampler, evaluation_batches
-from config import Config
-from console.reporter import Reporter, peak_memory
+from config import Config, TrainerConfig, ranks_in_words
+from console.reporter import Reporter, named, peak_memory
 from console.signals import StopRequest, ignore_signals, start_workers
 from distributed import (
     Ranks,
@@ -45,8 +45,10 @@ from distributed import (
 )
 from model import GPT, sum_losses
 from optimizer import (
+    OptimizerConfig,
     create_optimizer,
     learning_rate_factor,
+    learning_rates,
     load_optimizer_state,
     optimizer_state,
     set_learning_rate,
@@ -249,6 +251,7 @@ class Trainer:
         for name, was, now in differences(snapshot["config"], self.full_config):
             if name != "trainer_config.resume":  # no property of the run
                 log.info("the configuration has changed and wins: %s was %s, is %s", name, was, now)
+        self._say_if_rates_jump(snapshot["config"])
         if self.step >= self.state.total_steps:
             log.info("this run is already finished: there is nothing left to train")
 
@@ -319,8 +322,9 @@ class Trainer:
     def _finish(self) -> None:
         state = self.state
         if state.stop_signal:
-            self.reporter.close()
             name = signal.Signals(state.stop_signal).name
+            self.reporter.note_end(self.step, name)
+            self.reporter.close()
             how = "start again" if self.config.resume else "start again without trainer_config.resume=false"
             log.info("stopped by %s after step %d of %d; %s to go on", name, self.step, state.total_steps, how)
         else:
@@ -358,12 +362,12 @@ class Trainer:
             # Reading the loss waits for the device: only in steps that log or save.
             values = {  # the loss of the global batch: the mean over ranks, whose shares are equally large
                 "train/loss": all_reduce_sum([loss.item()])[0] / self.ranks.world_size,
-                "train/learning_rate": self.optimizer.param_groups[-1]["lr"],  # the last group's: AdamW's
                 "train/grad_norm": grad_norm.item(),
                 "train/param_norm": norm(self.parameters.values()),
                 "memory/peak_gb": peak_memory(self.ranks.device),
             }
-            self.reporter.train_step(self.step, values, self.config.batch_size * self.block_size)
+            tokens = self.config.batch_size * self.block_size
+            self.reporter.train_step(self.step, values, learning_rates(self.optimizer), tokens)
             watch.restart(self.step)
         with watch.paused():
             self.reporter.step_done()
@@ -393,7 +397,7 @@ class Trainer:
     def _header(self) -> list[str]:
         """What a run says before its first step, in lines that fit a terminal of 80 columns."""
         c, config, state = self.raw_model.config, self.config, self.state
-        size = self.raw_model.num_parameters() / 1e6
+        size, peaks = self.raw_model.num_parameters() / 1e6, learning_rates(self.optimizer, "initial_lr")
         # An evaluation goes forward only. A backward pass costs two forward passes, and recomputing is one more.
         characters, passes = len(self.text.eval_codes) + len(self._train_passage()), 3 + config.activation_checkpointing
         steps = max(1, round(characters / (config.batch_size * self.block_size * passes)))  # of its length
@@ -407,10 +411,31 @@ class Trainer:
             f"evaluations: every {config.eval_every_steps:,} steps, each about {steps:,} times as long as a step",
             *[advice] * (steps > config.eval_every_steps),
             f"machine: {str(self.dtype).removeprefix('torch.')} on {self.ranks.device}; a step: "
-            f"{self.ranks.world_size} ranks x {self.accumulation_steps} x {self.micro_batch_size} windows",
-            f"optimizer: {self.optimizer_config.name}; "
-            + ("a dry run: nothing will be saved" if config.dry_run else f"snapshots: {self.snapshots.url}"),
+            f"{ranks_in_words(self.ranks.world_size)} x {self.accumulation_steps} x {self.micro_batch_size} windows",
+            f"peak learning rates: Muon {peaks['Muon']:g} (matrices of the blocks), AdamW {peaks['AdamW']:g} (the rest)"
+            if "Muon" in peaks
+            else f"peak learning rate: AdamW {peaks['AdamW']:g}",
+            "a dry run: nothing will be saved" if config.dry_run else f"snapshots: {self.snapshots.url}",
         ]
+
+    def _say_if_rates_jump(self, former: dict[str, Any]) -> None:
+        """Log it if the next learning rate is higher than the configuration in a snapshot would have made it."""
+        try:
+            optimizer, c = OptimizerConfig(**former["optimizer_config"]), TrainerConfig(**former["trainer_config"])
+            end = c.steps_in_all(self.sampler.targets // (c.batch_size * self.block_size))
+        except (KeyError, TypeError, ValueError):  # of another version of this program: it isn't known
+            return
+
+        def factor(c: OptimizerConfig, step: int, end: int) -> float:
+            return learning_rate_factor(step, c.warmup_steps, end, c.min_lr_ratio, c.lr_decay)
+
+        was = max(factor(optimizer, step, end) for step in (max(0, self.step - 1), self.step))  # the last, the next
+        now = factor(self.optimizer_config, self.step, self.state.total_steps)
+        if now > was and self.step < self.state.total_steps:
+            log.info(
+                "the learning rate jumps up, from %.2f to %.2f of its peak; a run that may be prolonged should have "
+                "optimizer_config.lr_decay=wsd from the start", was, now
+            )  # fmt: skip
 
     # ------------------------------------------------------------------------------ armour: faults of any of the ranks
 
@@ -456,7 +481,7 @@ class Trainer:
             condition = "" if self.config.resume else "without trainer_config.resume=false "
             back = f"the last snapshot is of step {last}: {condition}the next start goes on from there"
         return RunError(
-            f"{what}, at learning rates {[group['lr'] for group in self.optimizer.param_groups]}; {back}. "
+            f"{what}, at learning rates {named(learning_rates(self.optimizer))}; {back}. "
             "Lower the learning rates or trainer_config.grad_norm_clip, and start again"
         )
 

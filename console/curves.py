@@ -20,6 +20,14 @@ def scalars(events: Any, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)] if tag in events.Tags()["scalars"] else []
 
 
+def ended(events: Any) -> tuple[int, str]:
+    """(Step, what has ended the run there): a key, a signal, or an error; (-1, "") where it isn't known."""
+    if "end/text_summary" not in events.Tags()["tensors"]:
+        return -1, ""
+    last = events.Tensors("end/text_summary")[-1]
+    return last.step, last.tensor_proto.string_val[0].decode()
+
+
 def learned(url: str) -> dict[str, Any] | None:
     """The finite losses and the samples in the TensorBoard events beside a snapshot; None where there are none."""
     folder = Path(url).parent

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from console import environment
+from console.text import printable
 
 
 def one_line(error: BaseException) -> str:
-    """An error's words, without the frames of C++ that torch can add to them."""
-    return " ".join(str(error).split("Exception raised from")[0].split()).rstrip(".")
+    """An error's words, without the frames of C++ that torch can add to them, nor what a terminal would obey."""
+    return printable(" ".join(str(error).split("Exception raised from")[0].split()).rstrip("."))
 
 
 def described(error: BaseException) -> str:

@@ -4,11 +4,20 @@ import difflib
 import re
 import shlex
 from dataclasses import fields
+from typing import Any, get_args, get_origin
 
 from config import PROJECT, Config
 from console.errors import one_line
 
 KEYS = {group: [key.name for key in fields(values)] for group, values in vars(Config()).items()}
+VALUES: dict[Any, str] = {  # by the type in the schema
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    tuple[float, float]: "a list of numbers, as in [0.9,0.95]",
+}
 EXPLAINED = "gpt2_train_cfg.yaml explains all keys and their values"
 
 
@@ -23,11 +32,35 @@ def explain(error: BaseException, typed: list[str], recipes: list[str]) -> str:
     if not type(error).__module__.startswith(("hydra", "omegaconf")):
         return one_line(error)
     lines = [str(e).splitlines()[0].rstrip(".:") for e in (error, error.__cause__) if e is not None]  # these say it
-    if lines[0].startswith("Ambiguous value"):
-        return f"{lines[0]}: several values need -m, as in python main.py -m {shlex.join(typed)}"
+    if ambiguous := re.match("Ambiguous value for argument '(.*)'", lines[0]):
+        return f"{ambiguous[1]}: several values need -m, as in python main.py -m {shlex.join(typed)}"
+    if advice := without_blanks(typed):
+        return advice
     if hasattr(error, "override") and "=" in error.override:  # Hydra's grammar stumbled over this argument
-        return f"{error.override}: {lines[0]}; put a value with special characters in quotes: \"KEY='VALUE'\""
-    return hint(typed, recipes) or f"{', '.join(lines)}; {EXPLAINED}"
+        quotes = "a value with special characters stands in quotes: \"KEY='VALUE'\""
+        return f"{error.override}: can't be read; brackets come in pairs, and {quotes}"
+    return hint(typed, recipes) or value_needed(error, typed) or f"{', '.join(lines)}; {EXPLAINED}"
+
+
+def without_blanks(typed: list[str]) -> str:
+    """What to type in place of blanks beside an equals sign, which make several arguments of one; or empty."""
+    match = re.search(r"(?:^|\0)([^\0=]+)(?:\0=\0?|=\0)([^\0=]+)(?:\0|$)", "\0".join(typed))
+    return f"leave out the blanks around =: {shlex.quote(f'{match[1]}={match[2]}')}" if match else ""
+
+
+def value_needed(error: BaseException, typed: list[str]) -> str:
+    """Which values a key takes, where OmegaConf complains about the type of one; empty where it complains otherwise."""
+    complaint = error.__cause__ or error  # Hydra hands it on
+    if type(complaint).__name__ != "ValidationError":
+        return ""
+    name = str(complaint.full_key).partition("[")[0]  # type: ignore[attr-defined]
+    group, _, key = name.partition(".")
+    argument = next((word for word in reversed(typed) if word.lstrip("+").startswith(f"{name}=")), name)
+    if not key:
+        return f"{argument}: {group} is a group; its keys are {', '.join(KEYS.get(group, ()))}; {EXPLAINED}"
+    kind = next(field.type for field in fields(getattr(Config(), group)) if field.name == key)
+    kinds = [kind] if get_origin(kind) is tuple else get_args(kind) or [kind]
+    return f"{argument}: must be {' or '.join(VALUES[kind] for kind in kinds)}; {EXPLAINED}"
 
 
 def hint(typed: list[str], recipes: list[str]) -> str:

@@ -7,19 +7,22 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
+from console.text import printable
+
 log = logging.getLogger(__name__)
 
 
 def set_up_logging(is_main: bool, prefix: str, log_file: Path | None) -> None:
     """Rank 0 reports on the console and in main.log; the others speak up only when something is wrong."""
     level = logging.INFO if is_main else logging.WARNING
+    form = Form(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S")
     handlers: list[logging.Handler] = [ConsoleHandler(level)]
+    handlers[0].setFormatter(form)
     if log_file is not None:
         target = LogFile(log_file, encoding="utf-8", delay=True)
-        target.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
+        target.setFormatter(form)
         handlers.append(WaitingLines(target))
-    form = f"%(asctime)s {prefix}%(message)s"
-    logging.basicConfig(level=level, format=form, datefmt="%H:%M:%S", handlers=handlers, force=True)
+    logging.basicConfig(level=level, handlers=handlers, force=True)
     logging.getLogger("hydra").setLevel(logging.WARNING)  # it counts the runs of a sweep from 0, and we from 1
 
 
@@ -36,6 +39,14 @@ def open_log_file() -> None:
             for record in handler.buffer:
                 if handler.file in root.handlers:  # a full disk may have ended it
                     handler.file.handle(record)
+
+
+class Form(logging.Formatter):
+    """The time, and the line. A terminal would obey control characters: a model may write them, and names have them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The words of one line."""
+        return printable(super().format(record))
 
 
 class WaitingLines(MemoryHandler):

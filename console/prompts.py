@@ -25,9 +25,10 @@ COMMANDS = {  # name: (type, what it sets)
 }
 HELP = "\n".join(
     [
-        "Type how a text begins, and the model goes on; \\n is a newline, and nothing at all stands for one.",
-        "Ctrl-C stops the text, Ctrl-D ends the program. The settings:",
-        *(f"    {name + ' VALUE':20} {words}" for name, (_, words) in COMMANDS.items()),
+        "Type how a text begins, and the model goes on. \\n is a newline, and so is an",
+        "empty line. Ctrl-C stops the text; quit, /quit or Ctrl-D ends the program.",
+        "/settings shows all settings, and a number's command alone shows that one:",
+        *(f"  {name + ' VALUE':18} {words}" for name, (_, words) in COMMANDS.items()),
     ]
 )
 
@@ -57,10 +58,12 @@ def converse(
         raise KeyboardInterrupt  # ends `input`; while a text is written, some destructor may swallow it
 
     signal.signal(signal.SIGINT, remember)
-    print("/help says what can be set; Ctrl-D ends", file=sys.stderr)
+    print("/help says what can be set; quit or Ctrl-D ends", file=sys.stderr)
     while True:
         try:
             line = ask()
+            if line.strip() in ("quit", "/quit"):
+                return
             if line.startswith("/"):
                 print(obey(line, arguments), file=sys.stderr)
                 continue
@@ -87,35 +90,50 @@ def ask() -> str:
 
 
 def obey(line: str, arguments: argparse.Namespace) -> str:
-    """Change a setting, and say what it is now.
+    """Change a setting, or none where no value is given, and say what it is.
 
     Raises:
         ValueError: there is no such setting, or the value is outside its range.
     """
     name, _, value = line.partition(" ")
-    if name == "/help":
+    if line.strip() == "/help":
         return HELP
+    if line.strip() == "/settings":
+        return "\n".join(shown(name, arguments) for name in COMMANDS)
     if line.split() == ["/seed", "none"]:
         arguments.seed = None
-        return "seed is none now"
+        return f"{shown(name, arguments)} now"
     if name not in COMMANDS:
         raise ValueError(
-            f"{name}: there are {', '.join(COMMANDS)} and /help; a text can't begin with /, and Ctrl-D ends"
+            f"{name}: there are {', '.join(COMMANDS)}, /settings, /help and /quit; a text can't begin with /"
         )
     kind, words = COMMANDS[name]
+    if kind is not str and not value.strip():
+        return shown(name, arguments)
     number: Any
     try:
         number = kind(value.strip()) if kind is not str else unescape(value)
     except ValueError as error:
         raise ValueError(f"{name} {value}: must be a {'whole ' if kind is int else ''}number ({words})") from error
-    key = {"/length": "max_new_tokens"}.get(name, name[1:].replace("-", "_"))
     if kind is int and not 0 <= number < 2**64:
         raise ValueError(f"{name} {value}: must be at least 0 and below 2^64")
+    key = key_of(name)
     new = {key: None if key == "top_k" and number == 0 else number}
     settings = {**vars(arguments), **new}
     Sampling(settings["temperature"], True, settings["top_k"], settings["top_p"])  # raises where one is out of range
     vars(arguments).update(new)
-    return f"{name[1:]} is {number!r} now"
+    return f"{shown(name, arguments)} now"
+
+
+def key_of(name: str) -> str:
+    """The name that the command line has for a setting."""
+    return {"/length": "max_new_tokens"}.get(name, name[1:].replace("-", "_"))
+
+
+def shown(name: str, arguments: argparse.Namespace) -> str:
+    """What a setting is, in words."""
+    value = getattr(arguments, key_of(name))
+    return f"{name[1:]} is {'none' if value is None else repr(value)}"
 
 
 def unescape(text: str) -> str:

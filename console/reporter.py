@@ -6,6 +6,7 @@ Nothing here changes what is trained. `logs.py` sends the lines to the console a
 import logging
 import math
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ import torch
 
 from config import PROJECT
 from console.logs import load_tqdm
+from console.text import printable
 
 Item = TypeVar("Item")
 
@@ -42,6 +44,7 @@ class Reporter:
         self.watch = Stopwatch()
         self.losses: dict[int, tuple[float, float]] = {}  # by step: on the training text's passage, on unseen text
         self._began = self._last_line = time.perf_counter()
+        self.end = ""  # what has ended the run: "max_steps", for example; empty while it lasts
         self.writer: Any = None  # TensorBoard's
         self.bar: Any = None
 
@@ -60,7 +63,7 @@ class Reporter:
             self.writer = SummaryWriter(self.run_dir, purge_step=step + 1)
         table = "\n".join(f"| {key} | {value} |" for key, value in self.config.items())
         self._write("add_text", "config", f"| key | value |\n| --- | --- |\n{table}", step)
-        no_bar, form = not sys.stderr.isatty(), bar_format(total_steps)
+        no_bar, form = not sys.stderr.isatty(), BAR_FORMAT
         self.bar = load_tqdm()(total=total_steps, initial=step, disable=no_bar, dynamic_ncols=True, bar_format=form)
         if self.profiler is not None:
             self.profiler.start()
@@ -70,28 +73,33 @@ class Reporter:
         if self.profiler is not None:
             self.profiler.step()
 
-    def train_step(self, step: int, values: dict[str, float], tokens_per_step: int) -> None:
-        """Report a training step: tags of TensorBoard and their values. Speeds are means since the last report."""
+    def train_step(self, step: int, values: dict[str, float], rates: dict[str, float], tokens_per_step: int) -> None:
+        """Report a training step: tags of TensorBoard and their values, and the learning rates by name.
+
+        Speeds are means since the last report.
+        """
         if not self.is_main:
             return
         steps, seconds, waiting = step - self.watch.first_step, self.watch.seconds, self.watch.data_seconds
         values = {
             **values,
+            "train/learning_rate": rates["AdamW"],
+            **({"train/muon_learning_rate": rates["Muon"]} if "Muon" in rates else {}),
             "train/tokens_per_second": steps * tokens_per_step / seconds,
             "time/data_seconds_per_step": waiting / steps,
             "time/compute_seconds_per_step": (seconds - waiting) / steps,
         }
         for tag, value in values.items():
             self._write("add_scalar", tag, value, step)
-        loss, rate, speed = (values[f"train/{key}"] for key in ("loss", "learning_rate", "tokens_per_second"))
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {short_number(speed)} tokens/s", refresh=False)
+        loss, speed = values["train/loss"], values["train/tokens_per_second"]
+        self.bar.set_postfix_str(bar_words(loss, rates, speed, shutil.get_terminal_size().columns), refresh=False)
         self.bar.update(step - self.bar.n)
         now = time.perf_counter()
         is_line = self.bar.disable and (now - self._last_line > SECONDS_BETWEEN_LINES or step == self.total_steps)
         if is_line:
             self._last_line = now
-        level, words = logging.INFO if is_line else logging.DEBUG, "loss %.4f, learning rate %.2e, %.0f tokens/s"
-        log.log(level, f"step %d/%d: {words}", step, self.total_steps, loss, rate, speed)
+        level, words = logging.INFO if is_line else logging.DEBUG, "loss %.4f, learning rate %s, %.0f tokens/s"
+        log.log(level, f"step %d/%d: {words}", step, self.total_steps, loss, named(rates), speed)
 
     def evaluation(self, step: int, loss: float, train_loss: float, text: str) -> None:
         """Report an evaluation: its loss, that of a passage of the training text, in nats a character; a sample."""
@@ -103,9 +111,13 @@ class Reporter:
         self._write("add_scalar", "eval/bits_per_char", bits, step)
         self._write("add_scalar", "eval/train_loss", train_loss, step)
         if text:
-            plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-            log.info('    "%s"', plain.replace("\n", " / "))  # one sees it learn to spell
+            log.info('    "%s"', printable(text).replace("\n", " / "))  # one sees it learn to spell
             self._write("add_text", "samples", "\n".join(f"    {line}" for line in text.split("\n")), step)
+
+    def note_end(self, step: int, reason: str) -> None:
+        """Write down, beside the curves, what has ended the run at a step: a key, a signal, or an error."""
+        self.end = reason
+        self._write("add_text", "end", reason, step)
 
     def flush(self) -> None:
         """Bring the curves to the disk."""
@@ -126,6 +138,11 @@ class Reporter:
         """Close the curves and the bar, and say how it went and what to do next."""
         if not self.is_main:
             return
+        cap = self.config.get("trainer_config.max_steps")
+        key = "max_steps" if cap is not None and cap <= step else "max_epochs"
+        if step < self.total_steps:
+            key = "patience"
+        self.note_end(step, key)
         self._write_hyperparameters(best_loss, step)
         self.close()
         if text:
@@ -142,11 +159,8 @@ class Reporter:
         learned = lesson(train_loss, loss, then[0], best_loss, best_step, step)
         for line in learned:
             log.info("%s", line)
-        cap = self.config.get("trainer_config.max_steps")
-        key = "max_steps" if cap is not None and cap <= step else "max_epochs"
-        if step < self.total_steps:
-            key = "patience"
         log.info("written: %s", self.run_dir)
+        log.info("to see the curves: %s", shlex.join(["tensorboard", "--logdir", self.run_dir]))
         log.info("to write text: %s", command("generate.py", best_snapshot))
         log.info("to look into it: %s", command("look.py", best_snapshot))
         go_on = f"to go on, raise trainer_config.{key}; " if len(learned) == 1 else ""  # no advice against the other
@@ -226,10 +240,17 @@ class Stopwatch:
 # ---------------------------------------------------------------------------- armour: bars, commands, profiles, memory
 
 
-def bar_format(total_steps: int) -> str:
-    """How the bar looks. It fits 80 columns: a long run, whose numbers are long, shows only the time that is left."""
-    elapsed = "{elapsed} elapsed, " if total_steps < 10_000 else ""
-    return f"step {{n_fmt}}/{{total_fmt}} |{{bar}}| {elapsed}{{remaining}} left{{postfix}}"
+BAR_FORMAT = "step {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
+
+
+def bar_words(loss: float, rates: dict[str, float], speed: float, columns: int) -> str:
+    """What stands behind the bar. 80 columns have no room for the speed in a long run, whose other numbers are long."""
+    return f"loss {loss:#.4g}, {named(rates)}" + (f", {short_number(speed)} tokens/s" if columns >= 100 else "")
+
+
+def named(rates: dict[str, float]) -> str:
+    """Learning rates with the names of whose they are, in words: Muon 0.03, AdamW 0.01."""
+    return ", ".join(f"{name} {rate:.2g}" for name, rate in rates.items())
 
 
 def short_number(number: float) -> str:

@@ -2,10 +2,14 @@
 
 import hashlib
 import math
+import os
 import re
 import sys
 import traceback
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from console.text import printable, run_row
 
 
 @dataclass
@@ -14,7 +18,9 @@ class Outcome:
 
     number: int  # in the order of the runs, from 1 on
     run_dir: str
+    settings: list[str] = field(default_factory=list)  # as they were typed: "group.key=value"
     loss: float = math.nan  # the lowest evaluation loss, nats a character
+    end: str = ""  # what has ended it: "max_steps", for example
     failure: str = ""  # why it failed, in one line; empty where it didn't
 
     def note(self, error: BaseException) -> bool:
@@ -28,7 +34,7 @@ class Outcome:
             code = f"{type(error).__name__}: {error}"
         self.failure = " ".join(str(code).split()).removeprefix("error: ")
         if not isinstance(code, int):  # the other ranks leave the word to rank 0
-            sys.stderr.write(f"run {self.number} failed: {self.failure}\n")
+            sys.stderr.write(f"run {self.number} failed: {printable(self.failure)}\n")
         return True
 
 
@@ -39,21 +45,51 @@ def sweep_table(outcomes: list[Outcome]) -> str:
         is_number = math.isfinite(run.loss)
         return bool(run.failure), not is_number, run.loss if is_number else 0.0, run.number
 
-    lines = [
-        f"  run {run.number}: {f'failed: {run.failure}' if run.failure else f'evaluation loss {run.loss:.4f}'}"
-        f"  {run.run_dir}"
-        for run in sorted(outcomes, key=place)
-    ]
-    return "\n".join(["", "the runs of this sweep, best first:", *lines, ""])
+    folder, lines = os.path.commonpath([os.path.dirname(run.run_dir) for run in outcomes]), []
+    for run in sorted(outcomes, key=place):
+        result = "failed" if run.failure else f"evaluation loss {run.loss:.4f}"
+        name, why = os.path.relpath(run.run_dir, folder), run.failure or run.end
+        left = f"  run {run.number}: {result:22}  "
+        lines.append(run_row(left, name, why, run.settings, [other.settings for other in outcomes]))
+    return "\n".join(["", "the runs of this sweep, best first:", *lines, f"in {printable(folder)}", ""])
 
 
-def directory_name(overrides: str) -> str:
-    """The name of a sweep's run directory: its overrides, readable, and another for every other list of overrides.
+def swept(typed: list[str]) -> dict[str, str]:
+    """What a command line tries in turn: the values of each key, as they were typed."""
+    return {key.lstrip("+"): values for key, _, values in (word.partition("=") for word in typed) if "," in values}
 
-    Where something had to be replaced or cut off, a digest of the whole makes the difference. 255 bytes is what most
-    file systems allow; the rest is for names that are made from this one.
+
+def note_on_rates(typed: list[str], name: str) -> str:
+    """What the beginning of a sweep says where it tries a learning rate that most of the weights don't have.
+
+    Args:
+        typed: the command's arguments.
+        name: the optimizer's, where the sweep tries no others.
     """
-    name = re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", overrides)
+    tried, key = swept(typed), "optimizer_config.learning_rate"
+    if key not in tried or "optimizer_config.muon_learning_rate" in tried:
+        return ""
+    if "muon" not in tried.get("optimizer_config.name", name):
+        return ""
+    return (
+        f"note: {key} is AdamW's: embeddings, norms, biases;\n"
+        "      the matrices of the blocks have optimizer_config.muon_learning_rate\n"
+    )
+
+
+def directory_name(overrides: str, tried: Collection[str] = ()) -> str:
+    """The name of a sweep's run directory: what is tried in it, and another for every other list of overrides.
+
+    Where something is left out, replaced or cut off, a digest of the whole makes the difference. 255 bytes is what most
+    file systems allow; the rest is for names that are made from this one.
+
+    Args:
+        overrides: all of the run's, "group.key=value,group.key=value".
+        tried: the keys of which the sweep tries several values; none: the name has all keys.
+    """
+    parts = re.split(r",(?=[^,=]+=)", overrides)  # a list has commas too
+    name = ",".join(part for part in parts if part.split("=")[0] in tried) or overrides
+    name = re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", name)
     name = name.encode(errors="replace")[:200].decode(errors="ignore")
     digest = hashlib.sha256(overrides.encode(errors="surrogatepass")).hexdigest()[:8]
     return name if name == overrides else f"{name}-{digest}"

@@ -1,9 +1,10 @@
 """The description of a model that goes with its files."""
 
 import json
+from pathlib import Path
 
 from char_dataset import CharVocabulary
-from console.curves import learned
+from console.curves import read_events, scalars
 from snapshot import Snapshot, is_in
 
 PATHS = ("path", "snapshot_path", "init_from")  # keys whose values are places on this machine
@@ -33,8 +34,11 @@ print(tokenizer.decode(model.generate(**prompt)[0]))
 * The text is drawn at random, at a temperature of 0.8: `generation_config.json`.
 * The tokenizer knows {V} characters and raises an error at any other one ("WordLevel error: Missing [UNK] token"). It
   replaces nothing and leaves nothing out.
-* Prompt and continuation together have at most {T} characters: there are no positions beyond.
-* No token begins, ends or pads a text.
+* Prompt and continuation together have at most {T} characters: there are no positions beyond. `max_new_tokens` is
+  {new} unless you say otherwise.
+* No token begins, ends or pads a text. For batches, set `tokenizer.pad_token = {start!r}`: any character will do, since
+  the attention mask hides it. (Set in the files, it would be left out of every text.)
+* It can't be converted to GGUF, the format of llama.cpp and Ollama: their converter knows no tokenizer of characters.
 * The licenses of the text and of the weights are not known to the program that wrote this file.
 
 ## Training
@@ -65,6 +69,7 @@ def card(snapshot: Snapshot, url: str) -> str:
     return CARD.format(
         V=snapshot["model_config"]["vocab_size"],
         T=snapshot["model_config"]["block_size"],
+        new=max(1, snapshot["model_config"]["block_size"] // 2),
         start=CharVocabulary(snapshot["vocabulary"]).start,
         rows="\n".join(f"| {what} | {value} |" for what, value in facts(snapshot, url).items()),
         settings=json.dumps(settings, indent=2),
@@ -94,6 +99,6 @@ def loss_of(snapshot: Snapshot, url: str) -> float | None:
     A snapshot is written before its own step is evaluated, so the run's curve knows better, if it lies beside it.
     """
     is_in_its_run = is_in(url, snapshot["run"]["directory"])  # beside a copy could be another run's curves
-    curves = (learned(url) if is_in_its_run else None) or {"evaluation": []}
+    curve = scalars(read_events(Path(url).parent), "eval/loss") if is_in_its_run else []
     best = {snapshot["best_step"]: snapshot["best_eval_loss"]}
-    return {**best, **dict(curves["evaluation"])}.get(snapshot["step"])
+    return {**best, **dict(curve)}.get(snapshot["step"])

@@ -65,12 +65,17 @@ def write(folder: Path, snapshot: Snapshot, url: str) -> None:
     (folder / "model.safetensors").write_bytes(package("safetensors.torch").save(tensors, metadata={"format": "pt"}))
     contents = {
         "config.json": config,
-        # As generate.py does it; transformers ends at max_length, with the prompt: there are no positions beyond.
-        "generation_config.json": {**NO_TOKENS, "do_sample": True, "temperature": 0.8, "max_length": length},
+        # As generate.py does it. Half of the positions are left for the prompt: there are none beyond. (A max_length
+        # would end at the last one, and make transformers warn of every max_new_tokens.)
+        "generation_config.json": {
+            **{**NO_TOKENS, "do_sample": True, "temperature": 0.8},
+            "max_new_tokens": max(1, length // 2),
+        },
         "tokenizer.json": tokenizer(snapshot["vocabulary"]),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": length,
+            "padding_side": "left",  # where padding must be when texts are to be continued
             "clean_up_tokenization_spaces": False,  # it would take the blank before a full stop
             # Without token_type_ids: GPT-2 would add their embeddings to those of the characters.
             "model_input_names": ["input_ids", "attention_mask"],

@@ -114,7 +114,7 @@ def differences(there: Snapshot, here: Snapshot) -> list[tuple[str, Any, Any]]:
 
 
 def check_matches(snapshot: Snapshot, expected: Snapshot) -> None:
-    """Raise ValueError, with both values side by side, where a snapshot doesn't belong to this run.
+    """Raise ValueError, which says what differs, where a snapshot doesn't belong to this run.
 
     Args:
         snapshot: what was loaded.
@@ -122,10 +122,13 @@ def check_matches(snapshot: Snapshot, expected: Snapshot) -> None:
     """
     differing = differences({name: snapshot.get(name) for name in expected}, expected)
     if differing:
-        listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, there, here in differing)
+        words = {"corpus": "the text differs", "vocabulary": "the text differs"}  # not its digest, nor its alphabet
+        listed = dict.fromkeys(  # each once
+            words.get(name, f"{name.split('.')[-1]} is {was} there, {now} here") for name, was, now in differing
+        )
         raise ValueError(
-            f"the snapshot is of another run ({listed}); give this run a directory of its own with "
-            "hydra.run.dir=runs/NAME, or start over with trainer_config.resume=false, which moves the old files aside"
+            "the snapshot is of another run; give this one a directory of its own with hydra.run.dir=runs/NAME, or "
+            f"start over with trainer_config.resume=false, which moves the old files aside ({'; '.join(listed)})"
         )
 
 

@@ -90,6 +90,12 @@ def test_vocabulary_is_rebuilt_from_what_a_snapshot_stores(text):
     assert CharVocabulary.of(text[::-1]).characters == vocabulary.characters
 
 
+def test_a_text_is_no_vocabulary():
+    """Catches a text given as its own vocabulary, as one might type it: 30,000 codes, most of them never seen."""
+    with pytest.raises(ValueError, match=r"11 characters, 8 of them different; .* CharVocabulary\.of\(text\)"):
+        CharVocabulary("hello world")
+
+
 def test_part_of_a_text_fits_the_vocabulary_of_the_whole():
     """Catches codes that depend on which part of the text is encoded (row 10: snapshots stop fitting)."""
     text = "a zebra and a fox"

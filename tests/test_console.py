@@ -26,7 +26,7 @@ from test_generate import PROMPT, load, run_generate, snapshot  # noqa: F401 (fi
 from test_trainer import make_trainer, world_of_one
 
 from console import logs, reporter, sweep
-from console.prompts import COMMANDS, obey, unescape
+from console.prompts import COMMANDS, HELP, obey, unescape
 from console.reporter import Reporter, Stopwatch, lesson
 from console.sweep import directory_name
 from generate import until
@@ -108,6 +108,7 @@ def test_the_last_line_names_the_key_that_ended_the_run(tmp_path, monkeypatch, c
         trainer.fit()
     assert trainer.step == steps
     assert f"to go on, raise trainer_config.{key};" in caplog.messages[-1]
+    assert f"to see the curves: tensorboard --logdir {tmp_path}" in caplog.messages
 
 
 def test_a_samples_lines_stay_lines(tmp_path, caplog):
@@ -160,6 +161,8 @@ def test_other_ranks_speak_up_only_when_something_is_wrong(capsys):
             lines = capsys.readouterr().err.splitlines()
             assert len(lines) == wanted
             assert lines[-1].endswith("[rank 1] something is wrong")
+        logging.getLogger("somebody").warning("written: a\x1b[2Jb\udcff\na line")  # the name of a directory
+        assert capsys.readouterr().err.endswith("a\\x1b[2Jb\\udcff\na line\n")
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
@@ -178,43 +181,126 @@ def test_the_bar_fits_80_columns(tmp_path):
             output += os.read(terminal, 1 << 16)
     assert os.waitpid(pid, 0)[1] == 0, output.decode()
     bars = re.findall(r"step [^\r\n]*\|[^\r\n]*", output.decode())
-    finished = [bar for bar in bars if "24/24" in bar and "tokens/s" in bar]
-    assert finished  # the last bar is whole: count, time and speed
     assert max(map(len, bars)) <= 80
+    (last,) = {bar for bar in bars if "24/24" in bar and "loss" in bar}  # it is whole: count, time, loss and rates
+    assert re.fullmatch(r"step 24/24 \|.+\| 00:00 left, loss \d\.\d{3}, Muon 0.0075, AdamW 0.0025", last)
 
 
 def test_a_long_run_fits_80_columns_too():
-    """Catches a bar whose end is cut off once steps have seven digits and a fast machine makes millions of tokens."""
+    """Catches a bar whose end is cut off once steps have seven digits, and a wide one that lacks the speed."""
     from tqdm import tqdm
 
-    for total, seconds in ((9_999, 3_600.0), (99_999, 359_000.0), (1_000_000, 359_000.0)):
-        postfix = f"loss 10.123, {reporter.short_number(12_345_678)} tokens/s"
-        for step in (total // 2, total):
-            meter = {"n": step, "total": total, "elapsed": seconds, "postfix": postfix, "ncols": 80}
-            bar = tqdm.format_meter(**meter, bar_format=reporter.bar_format(total))
-            assert len(bar) <= 80
-            assert bar.endswith("12.3M tokens/s")
-            assert f"step {step}/{total} |" in bar
+    rates = {"Muon": 0.00012345, "AdamW": 0.000012345}
+    for columns, end in ((80, "AdamW 1.2e-05"), (120, "AdamW 1.2e-05, 12.3M tokens/s")):
+        postfix = reporter.bar_words(10.1234, rates, 12_345_678, columns)
+        for total, seconds in ((9_999, 3_600.0), (99_999, 359_000.0), (1_000_000, 359_000.0)):
+            for step in (total // 2, total):
+                meter = {"n": step, "total": total, "elapsed": seconds, "postfix": postfix, "ncols": columns}
+                bar = tqdm.format_meter(**meter, bar_format=reporter.BAR_FORMAT)
+                assert len(bar) <= columns
+                assert f"step {step}/{total} |" in bar
+                assert bar.endswith(f" left, loss 10.12, Muon 0.00012, {end}")
+
+
+def test_both_learning_rates_are_named(tmp_path, caplog):
+    """Catches AdamW's learning rate shown as the only one, in a run whose matrices follow Muon's."""
+    settings = ["trainer_config.max_steps=2", "optimizer_config.warmup_steps=4"]
+    for name, peaks, first in (
+        ("muon", "peak learning rates: Muon 0.03 (matrices of the blocks), AdamW 0.01 (the rest)",
+         "learning rate Muon 0.0075, AdamW 0.0025"),
+        ("adamw", "peak learning rate: AdamW 0.01", "learning rate AdamW 0.0025"),
+    ):  # fmt: skip
+        caplog.clear()
+        with world_of_one() as ranks, caplog.at_level(logging.DEBUG):
+            make_trainer(tmp_path / name, *settings, f"optimizer_config.name={name}", ranks=ranks).fit()
+        assert peaks in caplog.messages
+        (line,) = [message for message in caplog.messages if message.startswith("step 1/2: ")]
+        assert re.fullmatch(rf"step 1/2: loss \d\.\d{{4}}, {first}, \d+ tokens/s", line)
+    assert read_losses(tmp_path / "muon", "train/muon_learning_rate")[1] == pytest.approx(0.0075)
+
+
+def test_a_prolonged_run_says_that_its_rate_jumps_up(tmp_path, caplog):
+    """Catches a learning rate that goes from nothing to half its peak without a word, and one that only goes on."""
+    jump = "the learning rate jumps up, from 0.05 to 0.56 of its peak"
+    settings = {
+        # The last of 20 steps had 1/20, and of 45 steps the 21st has 25/45.
+        "linear": (["optimizer_config.lr_decay=linear"], 45, True),
+        "as before": (["optimizer_config.lr_decay=linear"], 20, False),
+        "not yet down": (["optimizer_config.lr_decay=wsd"], 45, False),
+        "warming up": (["optimizer_config.warmup_steps=50"], 45, False),
+    }
+    for name, (chosen, steps, is_told) in settings.items():
+        caplog.clear()
+        chosen = ["optimizer_config.warmup_steps=0", "trainer_config.max_epochs=9", *chosen]
+        with world_of_one() as ranks, caplog.at_level(logging.INFO):
+            first = make_trainer(tmp_path / name, *chosen, "trainer_config.max_steps=20", ranks=ranks)
+            if name == "not yet down":
+                first.state.total_steps = 15  # as a signal would end it
+            first.fit()
+            make_trainer(tmp_path / name, *chosen, f"trainer_config.max_steps={steps}", ranks=ranks).resume()
+        assert any(message.startswith(jump) for message in caplog.messages) == is_told, name
+        assert any("jumps up" in message for message in caplog.messages) == is_told, name
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "is_told"),
+    [
+        (["optimizer_config.learning_rate=1e-3,1e-2"], "muon", True),
+        (["optimizer_config.learning_rate=1e-3,1e-2", "optimizer_config.name=adamw,muon"], "adamw", True),
+        (["optimizer_config.learning_rate=1e-3,1e-2"], "adamw", False),
+        (["optimizer_config.learning_rate=1e-3,1e-2", "optimizer_config.muon_learning_rate=.01,.02"], "muon", False),
+        (["optimizer_config.learning_rate=1e-3", "trainer_config.seed=1,2"], "muon", False),
+    ],
+)
+def test_a_sweep_over_adamws_rate_says_that_it_is_adamws(typed, name, is_told):
+    """Catches a sweep over a learning rate that most of the weights don't have, read as if they had it."""
+    note = sweep.note_on_rates(typed, name)
+    assert bool(note) == is_told
+    assert not is_told or "optimizer_config.muon_learning_rate" in note
 
 
 def test_the_table_of_a_sweep():
     """Catches NaN in front of numbers, failures in front of anything, and runs with equal losses out of their order."""
     losses = [math.nan, 2.0, math.inf, 1.0, 2.0]
-    runs = [sweep.Outcome(number, f"/runs/{number}", loss) for number, loss in enumerate(losses, 1)]
-    runs.append(sweep.Outcome(6, "/runs/6", 0.5, failure="out of memory"))
+    runs = [sweep.Outcome(number, f"/runs/{number}", loss=loss) for number, loss in enumerate(losses, 1)]
+    runs.append(sweep.Outcome(6, "/runs/6", loss=0.5, failure="out of memory"))
+    runs[3].end = "max_steps"
     lines = sweep.sweep_table(runs).strip().splitlines()[1:]
-    assert [int(line.split(":")[0].split()[1]) for line in lines] == [4, 2, 5, 1, 3, 6]
-    assert lines[0] == "  run 4: evaluation loss 1.0000  /runs/4"
-    assert lines[-1] == "  run 6: failed: out of memory  /runs/6"
+    assert [int(line.split(":")[0].split()[1]) for line in lines[:-1]] == [4, 2, 5, 1, 3, 6]
+    assert lines[0] == "  run 4: evaluation loss 1.0000  4 (max_steps)"
+    assert lines[-2] == "  run 6: failed                  6 (out of memory)"
+    assert lines[-1] == "in /runs"
 
 
-@pytest.mark.parametrize(("total", "times"), [(9_999, "01:00 elapsed, 03:00 left"), (10_000, "03:00 left")])
-def test_the_bar_shows_the_time_that_is_left(total, times):
+def test_tables_fit_80_columns():
+    """Catches rows that a terminal breaks anywhere, what all runs share in each of them, and signs that it obeys."""
+    rates = ["0.001", "0.002"]
+    runs = [
+        sweep.Outcome(
+            *(number, f"/runs/optimizer_config.learning_rate={rate},data_config.path=somewhere.txt"),
+            settings=[f"optimizer_config.learning_rate={rate}", "data_config.path=somewhere.txt"],
+            failure="the loss is not finite " * 9,
+        )
+        for number, rate in enumerate(rates, 1)
+    ]
+    table = sweep.sweep_table(runs)
+    assert max(map(len, table.splitlines())) <= 80
+    together = re.sub(r"\s+", "", table)
+    for rate in rates:
+        assert together.count(f"learning_rate={rate},") == 1  # in the name, and not again
+    numbered = [sweep.Outcome(n, f"/runs/\x1b[2J{n}", settings=runs[n - 1].settings, loss=1.0) for n in (1, 2)]
+    table = sweep.sweep_table(numbered)
+    assert "\x1b" not in table
+    assert "data_config.path" not in table
+    assert r"  run 2: evaluation loss 1.0000  \x1b[2J2 optimizer_config.learning_rate=0.002" in table.splitlines()
+
+
+def test_the_bar_shows_the_time_that_is_left():
     """Catches the time that has passed, or the time of all steps, under the name of the time that is left."""
     from tqdm import tqdm
 
-    bar = tqdm.format_meter(total // 4, total // 4 * 4, 60.0, ncols=80, bar_format=reporter.bar_format(total))
-    assert bar.split("| ")[-1] == times
+    bar = tqdm.format_meter(2500, 10_000, 60.0, ncols=80, bar_format=reporter.BAR_FORMAT)
+    assert bar.split("| ")[-1] == "03:00 left"
 
 
 @settings(max_examples=300, deadline=None)
@@ -227,6 +313,7 @@ def test_two_lists_of_overrides_never_share_a_directory(one, other):
     And a digest where a name was.
     """
     assert directory_name("a.b=1,c=x") == "a.b=1,c=x"
+    assert re.fullmatch(r"c=\[1,2\]-\w{8}", directory_name("a.b=1,c=[1,2],d=3", ["c"]))  # what tells it from the others
     for text in (one, other):
         name = directory_name(text)
         assert len(name.encode("utf-8", "surrogatepass")) <= 230  # below 255, with room for what is made from it
@@ -322,7 +409,7 @@ def test_settings(line, setting, value):
 
 
 @pytest.mark.parametrize(
-    "line", ["/top-p 2", "/top-k -1", "/length -1", "/seed -1", "/temperature hot", "/seed", "/x 1"]
+    "line", ["/top-p 2", "/top-k -1", "/length -1", "/seed -1", "/temperature hot", "/x 1", "/settings 1", "/quit 1"]
 )
 def test_bad_settings_change_nothing(line):
     """Catches half a change, and a message that doesn't name what was typed."""
@@ -331,6 +418,40 @@ def test_bad_settings_change_nothing(line):
     with pytest.raises(ValueError, match=r"top_p=2.0|" + re.escape(line.split()[0])):
         obey(line, arguments)
     assert vars(arguments) == before
+
+
+def test_settings_are_shown():
+    """Catches a setting that can only be seen by setting it."""
+    arguments = argparse.Namespace(temperature=0.8, top_k=None, top_p=0.9, max_new_tokens=7, seed=None, stop="\n")
+    before = dict(vars(arguments))
+    assert obey("/temperature", arguments) == "temperature is 0.8"
+    assert obey("/top-k ", arguments) == "top-k is none"
+    assert obey("/length", arguments) == "length is 7"
+    assert obey("/settings", arguments).splitlines() == [
+        *("temperature is 0.8", "top-k is none", "top-p is 0.9", "length is 7", "seed is none", r"stop is '\n'"),
+    ]
+    assert vars(arguments) == before
+
+
+def test_help_fits_80_columns():
+    """Catches lines that a terminal of the usual size breaks anywhere."""
+    assert max(map(len, HELP.splitlines())) <= 80
+    assert all(name in HELP for name in (*COMMANDS, "/settings", "/quit"))
+
+
+@pytest.mark.parametrize("word", ["quit", "/quit"])
+def test_it_can_be_quit_by_a_word(snapshot, word):  # noqa: F811
+    """Catches a user who can't get out, and a text that begins with that word."""
+    process = run_generate(snapshot, "--interactive", "--max-new-tokens", 3, stdin=f"{PROMPT}\n{word}\n{PROMPT}\n")
+    assert (process.returncode, len(process.stdout)) == (0, len(PROMPT) + 3 + 1), process.stderr
+
+
+def test_prompts_have_one_text_each(snapshot):  # noqa: F811
+    """Catches --num-samples that does nothing."""
+    process = run_generate(snapshot, "--interactive", "--num-samples", 3, stdin=f"{PROMPT}\n")
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.startswith("error: --num-samples=3: ")
+    assert len(process.stderr.splitlines()) == 1
 
 
 def test_a_seed_can_be_taken_back():

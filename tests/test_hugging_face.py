@@ -18,6 +18,7 @@ from test_trainer import make_trainer, world_of_one
 import export
 from char_dataset import CharVocabulary
 from hugging_face import names, writing
+from hugging_face.card import loss_of
 from hugging_face.reading import read_directory
 from model import GPT, GPTConfig
 from saving.base import read_base
@@ -81,7 +82,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(tmp_path, bias):
     idx = torch.randint(len(characters), (3, 128), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(theirs(idx).logits, ours(snapshot)(idx)[0], rtol=0, atol=1e-4)
-        greedy = theirs.generate(idx[:, :5], attention_mask=torch.ones(3, 5), do_sample=False, max_length=128)
+        greedy = theirs.generate(idx[:, :5], attention_mask=torch.ones(3, 5), do_sample=False, max_new_tokens=123)
         assert torch.equal(greedy, ours(snapshot).generate(idx[:, :5], 123))
 
 
@@ -147,10 +148,31 @@ def test_what_the_tokenizer_returns_can_be_given_to_generate(tmp_path):
     assert tokens.model_max_length == 16
     with torch.no_grad():
         expected = ours(snapshot).generate(prompt["input_ids"], 13)
-    assert torch.equal(model.generate(**prompt, do_sample=False), expected)
+    assert torch.equal(model.generate(**prompt, do_sample=False, max_new_tokens=13), expected)
+    assert torch.equal(model.generate(**prompt, do_sample=False), expected[:, : 3 + 8])  # half of the positions
     for config in (model.config, model.generation_config):
         assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
     assert model.generation_config.do_sample is True
+
+
+def test_a_pipeline_writes_in_batches_and_without_a_warning(tmp_path, capfd):
+    """Catches a warning about two lengths, a text beyond the positions, and a card whose advice for batches fails."""
+    snapshot = make_snapshot()
+    folder = write_export(tmp_path, snapshot)
+    capfd.readouterr()
+    pipe = transformers.pipeline("text-generation", model=str(folder))
+    pipe("abc")
+    assert len(pipe("abc", max_new_tokens=5, return_full_text=False)[0]["generated_text"]) == 5
+    advice = re.search(r"`(tokenizer\.pad_token = .*?)`", (folder / "README.md").read_text(encoding="utf-8"))
+    assert advice
+    exec(advice[1], {"tokenizer": pipe.tokenizer})
+    prompts = ["abc", "a", "\ng\n"]
+    texts = [text["generated_text"] for (text,) in pipe(prompts, batch_size=2, max_new_tokens=9, do_sample=False)]
+    vocabulary, model = CharVocabulary(snapshot["vocabulary"]), ours(snapshot)
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert text == vocabulary.decode(model.generate(vocabulary.encode(prompt)[None], 9)[0])
+    assert "warn" not in (said := capfd.readouterr().err.lower())
+    assert "max_length" not in said
 
 
 # ------------------------------------------------------------------------------------------ the directory
@@ -200,8 +222,21 @@ def test_the_model_card_says_what_is_known_and_no_places(tmp_path):
     # Beside a copy, curves may be those of another run.
     shutil.copy(snapshot, tmp_path / "copy.pt")
     shutil.copy(next((tmp_path / "run").glob("events*")), tmp_path)
+    assert "can't be converted to GGUF" in written
     copied = writing.card(load_snapshot(str(tmp_path / "copy.pt")), str(tmp_path / "copy.pt"))
     assert "evaluation loss" not in copied  # of step 10 is the loss that it knows, and these are the weights of step 20
+
+
+def test_the_card_finds_one_loss_among_many(tmp_path):
+    """Catches a curve that is thinned out for a picture: the very step that is asked for may be gone."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(1, 702):
+            writer.add_scalar("eval/loss", step / 8, step)
+    snapshot = {"run": {"directory": str(tmp_path)}, "best_step": 1, "best_eval_loss": 0.0}
+    losses = [loss_of({**snapshot, "step": step}, str(tmp_path / "gpt_snapshot.pt")) for step in (2, 350, 700)]
+    assert losses == [2 / 8, 350 / 8, 700 / 8]
 
 
 @pytest.mark.parametrize(

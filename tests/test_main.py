@@ -72,11 +72,25 @@ BAD_INPUT = {
     "no recipe": (["+recipe=null"], ["+recipe=null", "did you mean +recipe=NAME?", "adamw, baby_gpt"]),
     "Hydra's own settings": (["hydra=null"], ["Config group override must be a string", "gpt2_train_cfg.yaml"]),
     "half of an option": (["--resolve"], ["--resolve", "--cfg"]),
-    "wrong type": (["trainer_config.batch_size=many"], ["trainer_config.batch_size", "many"]),
-    "wrong type of a list": (["optimizer_config.betas=0.9"], ["betas", "0.9"]),
+    "wrong type": (["trainer_config.batch_size=many"], ["trainer_config.batch_size=many: must be a whole number"]),
+    "no whole number": (["gpt_config.n_layer=6.5"], ["gpt_config.n_layer=6.5: must be a whole number or null"]),
+    "wrong type of a list": (
+        ["optimizer_config.betas=0.9"],
+        ["betas=0.9: must be a list of numbers, as in ["],
+    ),
+    "wrong type in a list": (["optimizer_config.betas=[a,1]"], ["betas=[a,1]: must be a list of numbers"]),
+    "neither true nor false": (["trainer_config.resume=maybe"], ["trainer_config.resume=maybe: must be true or false"]),
+    "null where there must be something": (["optimizer_config.name=null"], ["name=null: must be text;"]),
+    "a group as a key": (["gpt_config=3"], ["gpt_config=3: gpt_config is a group; its keys are n_layer, n_head"]),
+    "blanks": (["gpt_config.n_layer", "=", "6"], ["leave out the blanks around =: gpt_config.n_layer=6"]),
+    "a blank in front": (["gpt_config.n_layer", "=6"], ["leave out the blanks around =: gpt_config.n_layer=6"]),
+    "a blank behind": (["gpt_config.n_layer=", "6"], ["leave out the blanks around =: gpt_config.n_layer=6"]),
+    "an open bracket": (["optimizer_config.betas=[0.9"], ["betas=[0.9: can't be read; brackets come in pairs"]),
+    "a comma too many": (["trainer_config.max_steps=9,"], ["max_steps=9,: can't be read", "\"KEY='VALUE'\""]),
+    "several values": (["trainer_config.max_steps=8,9"], ["trainer_config.max_steps=8,9: several values need -m, as"]),
     "negative": (["trainer_config.max_epochs=-1"], ["trainer_config.max_epochs=-1", "above 0"]),
     "model type and sizes": (["gpt_config.model_type=gpt-nano"], ["model_type=gpt-nano", "'n_layer': 2", "null"]),
-    "micro-batches": (["trainer_config.micro_batch_size=5"], ["batch_size=12", "1 ranks", "micro_batch_size=5"]),
+    "micro-batches": (["trainer_config.micro_batch_size=5"], ["batch_size=12", "1 rank x", "micro_batch_size=5"]),
     "micro-batch as a word": (["trainer_config.micro_batch_size=many"], ["micro_batch_size=many", "null, auto, or a"]),
     "half a micro-batch": (["trainer_config.micro_batch_size=2.5"], ["micro_batch_size", "2.5"]),
     "no micro-batch": (["trainer_config.micro_batch_size=0"], ["micro_batch_size=0", "above 0"]),
@@ -92,6 +106,10 @@ BAD_INPUT = {
     "corpus shorter than a step": (
         ["data_config.path={folder}/brief.txt", "data_config.truncate=1"],
         ["180 characters", "batch_size=12", "193"],
+    ),
+    "window too long for a step": (
+        ["data_config.path={folder}/brief.txt", "data_config.truncate=1", "data_config.block_size=19"],
+        ["180 characters", "229", "lower data_config.block_size or trainer_config.batch_size"],
     ),
     "nothing to fine-tune": (["trainer_config.init_from={folder}/none.pt"], ["none.pt", "there is no snapshot"]),
     "not UTF-8": (["data_config.path={folder}/latin1.txt"], ["{folder}/latin1.txt", "UTF-8", "0xe9", "offset 3"]),
@@ -119,6 +137,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(bad_texts, tmp_path, name):
     (line,) = process.stderr.splitlines()
     for part in parts:
         assert part.format(folder=bad_texts) in line
+    for word in ("ListConfig", "<EOF>", "merging override", "converted", "Optional", "Lexer", "Ambiguous", "viable"):
+        assert word not in line  # of a library
     assert not (tmp_path / "run").exists()
 
 
@@ -195,15 +215,23 @@ def test_a_sweep_goes_on_after_a_failing_run(tmp_path):
     begun = re.findall(r"^run (\d+): .*trainer_config.max_epochs=", process.stderr, flags=re.MULTILINE)
     assert begun == [str(number) for number in range(1, 13)]  # the same numbers as in the table
     assert "#1" not in process.stderr
-    table = process.stderr[process.stderr.index("the runs of this sweep, best first:") :].splitlines()[1:]
+    assert process.stderr.startswith("note: optimizer_config.learning_rate is AdamW's")
+    assert process.stderr.count("note: ") == 1
+    words = process.stderr[process.stderr.index("the runs of this sweep, best first:") :]
+    assert max(map(len, words.splitlines()[:-1])) <= 80
+    assert words.splitlines()[-1] == f"in {tmp_path}"
+    # The rows, each in one line again.
+    table = [re.sub(r"(?<=[,.])\s*\n\s*|\nin .*", "", row) for row in re.split(r"\n  (?=run )", words)[1:]]
+    table = [re.sub(r"\s*\n\s*", " ", row) for row in table]
     assert len(table) == 12
-    losses = [float(re.search(r"run \d+: evaluation loss ([\d.]+)  /", line)[1]) for line in table[:2]]
+    losses = [float(re.search(r"run \d+: evaluation loss ([\d.]+)  ", line)[1]) for line in table[:2]]
     assert losses == sorted(losses)
     assert sorted(line.split(":")[0].strip() for line in table[:2]) == ["run 11", "run 12"]
     assert [line.split(":")[0].strip() for line in table[2:]] == [f"run {number}" for number in range(1, 11)]
-    assert "run 10: failed: step 2: the loss or its gradient is not finite" in table[-1]
+    assert re.match(r"run 10: failed .*\(step 2: the loss or its gradient is not finite", table[-1])
+    assert all("(max_steps)" in line for line in table[:2])
     for line in table[:2]:
-        run_dir = Path("/" + line.partition("  /")[2])
+        run_dir = tmp_path / re.search(r"\d  (\S*) \(max_steps\)", line)[1]
         expected = OmegaConf.load(run_dir / "config.yaml").optimizer_config.learning_rate
         assert expected == (1e-2 if "run 11" in line else 2e-2)
         best = min(read_losses(run_dir, "eval/loss").values())

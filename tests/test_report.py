@@ -1,13 +1,14 @@
 """`python report.py`: the table of all runs."""
 
 import math
+import re
 import sys
 
 import pytest
-from conftest import read_losses, run_program
+from conftest import TINY_RUN, TINY_SIZES, read_losses, run_program
 from test_trainer import make_trainer, world_of_one
 
-from report import Run, run_table
+from report import Run, read_runs, run_table
 from snapshot import load_snapshot, save_snapshot
 
 
@@ -34,8 +35,9 @@ def test_the_table_of_all_runs(tmp_path):
     process = run_program(sys.executable, "report.py", tmp_path)
     assert process.returncode == 0, process.stderr
     head, *lines = process.stdout.splitlines()
+    assert max(map(len, [head, *lines])) <= 80
     assert head.split()[:5] == ["loss", "steps", "parameters", "seconds", "tokens/s"]
-    rows = {line.split()[5]: line.split() for line in lines}
+    rows = rows_of(lines)
     assert list(rows) == sorted(rows, key=lambda name: float(rows[name][0]))
     assert rows["long"][0] == "2.5000"
     assert rows["deep/er"][0] == f"{read_losses(tmp_path / 'deep/er', 'eval/loss')[6]:.4f}"
@@ -52,10 +54,84 @@ def test_the_table_of_all_runs(tmp_path):
         "trainer_config.max_steps=6",
         "trainer_config.log_every_steps=4",
     }
+    shared = [setting for setting in TINY_SIZES if setting in rows["long"]]
+    assert [setting.split(".")[1] for setting in shared] == ["n_layer=2", "max_steps=20", "log_every_steps=1"]
     skipped = process.stderr.strip().splitlines()
     assert [line.split(": ")[0] for line in skipped] == [
         f"skipped {tmp_path / name}" for name in ("cut off", "empty", "odd", "without config")
     ]
+
+
+def rows_of(lines: list[str]) -> dict[str, list[str]]:
+    """The words of each row of a table, by the run's name: those of a row's later lines belong to its last column."""
+    joined = re.sub(r"([,/.])?\n {49}(?=\S)", lambda match: match[1] or " ", "\n".join(lines))
+    return {row.split()[5]: row.split() for row in joined.splitlines()}
+
+
+def test_why_each_run_ended(tmp_path):
+    """Catches a run that was stopped, has failed, or lost its patience, shown like one that came to its end."""
+    script = (
+        "import os, sys; sys.path.insert(0, '.'); import main, torch, trainer; step = trainer.Trainer._train_step\n"
+        "fault = sys.argv.pop()\n"
+        "def at_step_8(self, batches):\n"
+        "    if self.step == 7 and fault.isdigit(): os.kill(os.getpid(), int(fault))\n"
+        "    if self.step == 7 and fault == 'nan': torch.nn.init.constant_(self.raw_model.wte.weight, float('nan'))\n"
+        "    return step(self, batches)\n"
+        "trainer.Trainer._train_step = at_step_8; main.main()"
+    )
+    ends = {"9": "(unfinished)", "15": "(SIGTERM)", "nan": "(step 8: the loss or its gradient is not finite"}
+    ends |= {"none": "(max_steps)"}
+    for fault in ends:
+        run_program(sys.executable, "-c", script, f"hydra.run.dir={tmp_path / fault}", *TINY_RUN, fault)
+    with world_of_one() as ranks:
+        patient = ["trainer_config.patience=1", "trainer_config.eval_every_steps=2"]
+        trainer = make_trainer(tmp_path / "patient", *patient, ranks=ranks)
+        vars(trainer)["evaluate"] = lambda: 2.0
+        trainer.fit()
+        earlier = make_trainer(tmp_path / "of an earlier version", "trainer_config.max_steps=1", ranks=ranks)
+        vars(earlier.reporter)["note_end"] = lambda *_: None
+        earlier.fit()
+    # Gone on with, and killed before it has said anything: the old end is none any more.
+    run_program(
+        *(sys.executable, "-c", script.replace("== 7", "== 27"), f"hydra.run.dir={tmp_path / 'none'}", *TINY_RUN),
+        *("trainer_config.max_steps=30", "trainer_config.max_epochs=2", "9"),
+    )
+    ends |= {"none": "(unfinished)", "patient": "(patience)"}
+    shown = {run.name: run_table([run]) for run in read_runs(tmp_path)}
+    assert "(" not in shown["of an earlier version"].partition("\n")[2]  # it isn't known
+    for name, end in ends.items():
+        assert f"{name} {end}" in " ".join(shown[name].split()), shown[name]
+
+
+def test_a_name_is_shown_and_not_obeyed(tmp_path):
+    """Catches a directory whose name clears the screen, or is no UTF-8 and ends the table in a traceback."""
+    name = "a\x1b[2Jb"
+    with world_of_one() as ranks:
+        make_trainer(tmp_path / name, "trainer_config.max_steps=1", ranks=ranks).fit()
+    (tmp_path / f"{name}\udcff").mkdir()
+    (tmp_path / f"{name}\udcff" / "config.yaml").write_text("{}")
+    process = run_program(sys.executable, "report.py", tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert r"a\x1b[2Jb (max_steps)" in process.stdout
+    assert rf"skipped {tmp_path}/a\x1b[2Jb\udcff: ValueError" in process.stderr
+    nothing = run_program(sys.executable, "report.py", tmp_path / "\x1b[2J")
+    assert nothing.stderr.startswith(rf"error: no runs in {tmp_path}/\x1b[2J; ")
+    assert "\x1b" not in process.stdout + process.stderr + nothing.stderr
+
+
+def test_a_name_of_overrides_is_not_followed_by_the_same_ones():
+    """Catches each override of a sweep twice in its row, and what all runs of it share in every one."""
+    names = ["optimizer_config.learning_rate=1e-3", "optimizer_config.learning_rate=2e-3"]
+    settings = ["optimizer_config.learning_rate=0.001", "optimizer_config.learning_rate=0.002"]
+    seeds = ["trainer_config.seed=1", "trainer_config.seed=2"]
+    runs = [
+        Run(name, "text", 1.0, 3, 10, 1.0, 5.0, [setting, seed, "gpt_config.n_layer=3"])
+        for name, setting, seed in zip(names, settings, seeds, strict=True)
+    ]
+    lines = run_table(runs).splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = rows_of(lines[1:])
+    assert [rows[name][6:] for name in names] == [[seed] for seed in seeds]
 
 
 def test_a_table_without_runs(tmp_path):

@@ -473,11 +473,11 @@ def test_saving_takes_tensors_as_they_are(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "needed"),
     [
-        ("gpt_config.n_layer=3", ["n_layer", "2 there, 3 here"]),
-        ("data_config.block_size=8", ["block_size", "16 there, 8 here"]),
-        ("optimizer_config.name=adamw", ["optimizer", "'muon' there, 'adamw' here"]),
-        ("data_config.train_split=0.8", ["corpus"]),
-        ("data_config.path={other}", ["vocabulary", "corpus"]),
+        ("gpt_config.n_layer=3", ["(n_layer is 2 there, 3 here)"]),
+        ("data_config.block_size=8", ["(block_size is 16 there, 8 here)"]),
+        ("optimizer_config.name=adamw", ["(optimizer_name is muon there, adamw here)"]),
+        ("data_config.train_split=0.8", ["(the text differs)"]),
+        ("data_config.path={other}", ["is 60 there, 29 here; the text differs)"]),
     ],
     ids=["architecture", "context", "optimizer", "split", "text"],
 )
@@ -490,7 +490,7 @@ def test_a_snapshot_of_another_run_is_refused(run_dir, tmp_path, change, needed)
     other.write_text("Quite another text, with other characters: 0123456789!\n" * 500)
     with world_of_one() as ranks:
         trainer = make_trainer(copy, change.format(other=other), ranks=ranks)
-        with pytest.raises(ValueError, match=r"another run .*resume=false") as error:
+        with pytest.raises(ValueError, match=r"another run; .*resume=false") as error:
             trainer.resume()
     for part in needed:
         assert part in str(error.value)
@@ -502,10 +502,9 @@ def test_differences_are_shown_side_by_side():
     """Catches a refusal that leaves it to the user to find out what differs."""
     saved = {"vocabulary": "abc", "model_config": {"n_layer": 2, "bias": True}, "corpus": "1f", "step": 3}
     check_matches(saved, {"vocabulary": "abc", "model_config": {"n_layer": 2, "bias": True}, "corpus": "1f"})
-    with pytest.raises(ValueError, match="vocabulary: 'abc' there, 'abd' here"):
-        check_matches(saved, {"vocabulary": "abd"})
-    with pytest.raises(ValueError, match=r"model_config\.bias: True there, False here") as error:
+    with pytest.raises(ValueError, match=r"\(the text differs\)$"):
+        check_matches(saved, {"vocabulary": "abd", "corpus": "2e"})  # once, and without alphabets and digests
+    with pytest.raises(ValueError, match=r"aside \(bias is True there, False here\)$"):
         check_matches(saved, {"model_config": {"n_layer": 2, "bias": False}})
-    assert "n_layer" not in str(error.value)
-    with pytest.raises(ValueError, match="corpus: '1f' there, '2e' here"):
+    with pytest.raises(ValueError, match=r"\(the text differs\)$"):
         check_matches(saved, {"corpus": "2e"})

@@ -691,7 +691,7 @@ def test_the_header_says_what_will_be_done(alone, tmp_path, caplog):
     assert f"{size / 1e6:.2f} M parameters (2 layers, 2 heads, width 16)" in said
     assert f"{len(train_codes):,} characters to train on, {len(eval_codes):,} to evaluate on" in said
     assert f"{V} different characters: loss {math.log(V):.2f}" in said
-    assert "1 ranks x 3 x 4 windows" in said
+    assert "1 rank x 3 x 4 windows" in said
     assert "an epoch: 24" in said
 
 
