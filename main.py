@@ -105,7 +105,7 @@ def build_trainer(config: Config, path: str, ranks: Ranks, run_dir: str) -> Trai
     else:
         from saving.base import encode_for, load_base, start_from
 
-        base = load_base(c, snapshots, ranks)  # the model to fine-tune; its vocabulary stays
+        base = load_base(c.init_from, snapshots, ranks)  # the model to fine-tune; its vocabulary stays
         text = encode_for(base, path, config.data_config)
     if ranks.world_size > 1:
         from large.machines import check_alike

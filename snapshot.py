@@ -98,15 +98,12 @@ def store_of(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def temporary_beside(path: str) -> Iterator[str]:
-    """A name beside a file's own, to write it under and to rename it from: readers see all of a file or nothing.
-
-    If the block is left before that, what was written is removed.
-    """
+    """A name beside a file's own, to write it under and to rename it from: readers see all of a file or nothing."""
     temporary = f"{path}.{uuid.uuid4().hex}.tmp"
     try:
         yield temporary
     finally:
-        with suppress(FileNotFoundError):  # it has its own name now
+        with suppress(FileNotFoundError):  # it has its own name now; if not, the rest of it goes
             os.unlink(temporary)
 
 
@@ -115,8 +112,8 @@ def load_snapshot(url: str) -> Snapshot:
 
     Raises:
         FileNotFoundError: there is none.
-        DamagedSnapshotError: the file is not a whole snapshot.
-        ValueError: it was written by another version of this program; or the URL is that of a directory.
+        DamagedSnapshotError: the file, or the directory that is there, is not a whole snapshot.
+        ValueError: it was written by another version of this program.
         OSError: it can't be read for another reason, a refused permission for example.
     """
     try:
@@ -128,9 +125,7 @@ def load_snapshot(url: str) -> Snapshot:
     except FileNotFoundError:
         raise
     except IsADirectoryError as error:
-        raise DamagedSnapshotError(
-            f"{url} is a directory; name a file in it, for example {url}/gpt_snapshot.pt"
-        ) from error
+        raise DamagedSnapshotError(f"{url} is a directory; name a file in it") from error
     except Exception as error:  # each of fsspec's backends raises errors of its own
         raise OSError(f"{url} can't be read ({described(error)})") from error
     with file:
@@ -138,33 +133,27 @@ def load_snapshot(url: str) -> Snapshot:
             check_archive(file)
             # weights_only: a pickle can run any program; this reads data and refuses everything else.
             snapshot = torch.load(file, map_location="cpu", weights_only=True)
-            is_ours = isinstance(snapshot, dict) and type(snapshot.get("format_version")) is int
+            if not isinstance(snapshot, dict) or type(snapshot.get("format_version")) is not int:
+                raise ValueError("no snapshot of this program")
+            check_digest(snapshot)
         except Exception as error:  # damaged files raise almost anything: zip, pickle, key, value, Unicode errors, EOF
             raise DamagedSnapshotError(f"{url} is not a whole snapshot ({described(error)})") from error
-    if not is_ours:
-        raise DamagedSnapshotError(f"{url} is not a snapshot of this program")
     if snapshot["format_version"] != FORMAT_VERSION:
         raise ValueError(
             f"{url} has format {snapshot['format_version']}, and this program reads format {FORMAT_VERSION}; "
             "use the version of the program that wrote it, or start over with trainer_config.resume=false"
         )
-    check_digest(snapshot, url)
     return snapshot
 
 
 def previous_url(url: str) -> str:
     """Where the last but one snapshot is kept: gpt_snapshot.pt -> gpt_snapshot.prev.pt."""
-    return _with_tag(url, "prev")
+    return ".prev".join(posixpath.splitext(url))
 
 
 def best_url(url: str) -> str:
     """Where the snapshot with the lowest evaluation loss is kept: gpt_snapshot.pt -> gpt_snapshot.best.pt."""
-    return _with_tag(url, "best")
-
-
-def _with_tag(url: str, tag: str) -> str:
-    stem, extension = posixpath.splitext(url)
-    return f"{stem}.{tag}{extension}"
+    return ".best".join(posixpath.splitext(url))
 
 
 # ------------------------------------------------------------- armour: damaged files, stores that fail or don't answer
@@ -225,29 +214,23 @@ def digest(value: Any) -> str:
     raise ValueError("a million parts and more")
 
 
-def check_digest(snapshot: Snapshot, url: str) -> None:
-    """Take the digest out of a snapshot, and raise DamagedSnapshotError unless it is that of the rest.
+def check_digest(snapshot: Snapshot) -> None:
+    """Take the digest out of a snapshot, and raise ValueError unless it is that of the rest.
 
-    Checksums tell that a file is as somebody wrote it; this tells that this program did. A snapshot that somebody has
-    made by hand may have no digest.
+    Checksums tell that a file is as somebody wrote it; this tells that this program did. A snapshot made by hand may
+    have none, and that of another version counts otherwise.
     """
-    try:
-        expected = snapshot.pop("digest", None)
-        contents = {key: value for key, value in snapshot.items() if key != "format_version"}
-        if expected is not None and expected != digest(contents):
-            raise ValueError("its parts are not those that were saved together")
-    except Exception as error:  # tensors without data, sizes that don't fit
-        raise DamagedSnapshotError(f"{url} was altered ({described(error)})") from error
+    expected = snapshot.pop("digest", None)
+    contents = {key: value for key, value in snapshot.items() if key != "format_version"}
+    if expected is not None and snapshot["format_version"] == FORMAT_VERSION and expected != digest(contents):
+        raise ValueError("its parts are not those that were saved together")
 
 
 def load_newest(url: str, check: Callable[[Snapshot, str], None] = lambda snapshot, url: None) -> Snapshot | None:
     """The snapshot at `url`, or the previous one where that is missing or damaged; None where there never was one.
 
-    A damaged file is kept as `url`.damaged when the previous one stands in for it.
-
-    Args:
-        url: path or fsspec URL of the latest.
-        check: called with a snapshot and its URL, raises DamagedSnapshotError where its contents can't be used.
+    A damaged file is kept as `url`.damaged when the previous one stands in for it. Damaged is also what `check`, called
+    with a snapshot and its URL, raises DamagedSnapshotError for.
 
     Raises:
         ValueError: there are snapshots, and all are damaged. That is never taken for a fresh start.
@@ -278,11 +261,7 @@ def load_newest(url: str, check: Callable[[Snapshot, str], None] = lambda snapsh
 
 
 def prepare(url: str) -> None:
-    """Remove what a killed process left half-written, and find out whether a snapshot can be written, before training.
-
-    Raises:
-        ValueError: it can't.
-    """
+    """Remove what a killed process left half-written, and raise ValueError where no snapshot could be written."""
     try:
         filesystem, path = store_of(url)
         is_directory = ask(filesystem, "isdir", path)
@@ -309,16 +288,9 @@ def prepare(url: str) -> None:
 
 
 def ask(filesystem: Any, method: str, *args: Any, until: float | None = None) -> Any:
-    """Call a method of a store, and give up where it doesn't answer: its own client would try for many minutes.
+    """Call a method of a store; TimeoutError at `until` (time.monotonic()): its own client would try for many minutes.
 
-    Args:
-        filesystem: of fsspec. Only network stores can be given up; what a disk is asked, it answers when it can.
-        method: its name.
-        args: its arguments.
-        until: when to give up, by time.monotonic().
-
-    Raises:
-        TimeoutError: there was no answer in time.
+    Only network stores can be given up; what a disk is asked, it answers when it can.
     """
     if not filesystem.async_impl:
         return getattr(filesystem, method)(*args)
@@ -374,9 +346,9 @@ def _link(path: str, name: str) -> bool:
     """Give a file a second name, unless the name is taken (FileExistsError). False on a file system that has none."""
     try:
         os.link(path, name)
-    except FileExistsError:
-        raise
-    except OSError:
+    except OSError as error:
+        if isinstance(error, FileExistsError):
+            raise
         return False
     return True
 

@@ -5,7 +5,6 @@ import logging
 import torch
 
 from char_dataset import CharVocabulary, DataConfig, Text, split_codes
-from config import TrainerConfig
 from data.corpus import read_text
 from distributed import Ranks, broadcast_form, load_weights
 from hugging_face.reading import is_directory, read_directory
@@ -16,13 +15,10 @@ from snapshot import Snapshot, is_same_place, load_snapshot
 log = logging.getLogger(__name__)
 
 
-def load_base(settings: TrainerConfig, snapshots: RunSnapshots, ranks: Ranks) -> Snapshot:
+def load_base(url: str, snapshots: RunSnapshots, ranks: Ranks) -> Snapshot:
     """The model to fine-tune and its vocabulary, read by rank 0 for all; the weights follow in `start_from`."""
-    base = None
-    if ranks.is_main:
-        base = read_base(str(settings.init_from), snapshots.newest(check_contents))
-    form: Snapshot = broadcast_form(base)
-    return form
+    base = read_base(url, snapshots.newest(check_contents)) if ranks.is_main else None
+    return dict(broadcast_form(base))
 
 
 def read_base(url: str, own: Snapshot | None) -> Snapshot:

@@ -40,8 +40,8 @@ def check_model(snapshot: Snapshot, url: str) -> None:
         if not torch.equal(weights["lm_head.weight"], weights["wte.weight"]):
             raise ValueError("lm_head.weight isn't wte.weight: here they are one matrix")
         vocabulary = snapshot["vocabulary"]
-        if len(CharVocabulary(vocabulary)) != config["vocab_size"] or len({*vocabulary}) != len(vocabulary):
-            raise ValueError(f"{len({*vocabulary})} different characters for {config['vocab_size']} codes")
+        if len(CharVocabulary(vocabulary)) != config["vocab_size"]:
+            raise ValueError(f"{len(vocabulary)} characters for {config['vocab_size']} codes")
         # Views of one small piece of memory would each become a large tensor of the model.
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in weights.values()}
         if sum(p.numel() * p.element_size() for p in model.parameters()) > sum(held.values()):
@@ -64,17 +64,15 @@ def check_contents(snapshot: Snapshot, url: str) -> None:
     """Raise DamagedSnapshotError unless a snapshot holds all that a run needs to go on, each of its type."""
     check_model(snapshot, url)
     try:
-        types: dict[str, type] = {"step": int, "optimizer": dict, "scaler": dict, "config": dict}
-        _check_types(
-            snapshot, types | {"best_eval_loss": float, "optimizer_name": str, "corpus": str, "torch_version": str}
-        )
+        _check_types(snapshot, dict.fromkeys(("optimizer", "scaler", "config", "run"), dict))
+        _check_types(snapshot, dict.fromkeys(("optimizer_name", "corpus", "torch_version"), str))
+        _check_types(snapshot, {"step": int, "best_step": int, "best_eval_loss": float})
+        _check_types(snapshot["run"], {"directory": str, "launch": str})
         for group in snapshot["config"].values():
             check_plain(group)
         scale = {"scale": float, "growth_factor": float, "backoff_factor": float}
         if snapshot["scaler"]:  # empty where the run wasn't in float16
             _check_types(snapshot["scaler"], scale | {"growth_interval": int, "_growth_tracker": int})
-        _check_types(snapshot, {"run": dict, "best_step": int})
-        _check_types(snapshot["run"], {"directory": str, "launch": str})
         if not 0 <= snapshot["step"] < 2**32 or math.isnan(snapshot["best_eval_loss"]):
             raise ValueError(f"step {snapshot['step']}, best loss {snapshot['best_eval_loss']}")
     except Exception as error:  # odd contents raise almost anything
@@ -86,11 +84,7 @@ def check_continuable(
 ) -> None:
     """Raise ValueError unless a run can go on from a snapshot, DamagedSnapshotError where nobody can.
 
-    Args:
-        snapshot: what was loaded.
-        url: where from.
-        identity: what it must share with the run.
-        optimizer, parameters: the run's own, whose state the snapshot's must fit; parameters by name.
+    It must share the run's `identity`, and its optimizer's state must fit `optimizer` and its `parameters`, by name.
     """
     check_contents(snapshot, url)
     check_matches(snapshot, identity)
@@ -114,21 +108,14 @@ def differences(there: Snapshot, here: Snapshot) -> list[tuple[str, Any, Any]]:
 
 
 def check_matches(snapshot: Snapshot, expected: Snapshot) -> None:
-    """Raise ValueError, which says what differs, where a snapshot doesn't belong to this run.
-
-    Args:
-        snapshot: what was loaded.
-        expected: entries that must be equal, of the same names; dictionaries are compared key by key.
-    """
+    """Raise ValueError, which says what differs, unless a snapshot has the entries that are expected of this run's."""
     differing = differences({name: snapshot.get(name) for name in expected}, expected)
     if differing:
-        words = {"corpus": "the text differs", "vocabulary": "the text differs"}  # not its digest, nor its alphabet
-        listed = dict.fromkeys(  # each once
-            words.get(name, f"{name.split('.')[-1]} is {was} there, {now} here") for name, was, now in differing
-        )
+        named = {"corpus": "the text differs", "vocabulary": "the text differs"}  # not its digest, nor its alphabet
+        listed = [named.get(name, f"{name.split('.')[-1]} is {was} there, {now} here") for name, was, now in differing]
         raise ValueError(
             "the snapshot is of another run; give this one a directory of its own with hydra.run.dir=runs/NAME, or "
-            f"start over with trainer_config.resume=false, which moves the old files aside ({'; '.join(listed)})"
+            f"start over with trainer_config.resume=false, which moves it aside ({'; '.join(dict.fromkeys(listed))})"
         )
 
 

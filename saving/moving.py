@@ -46,16 +46,11 @@ def snapshots_at(url: str) -> list[str]:
 def set_aside(run_dir: str) -> str:
     """Move all that the run in a directory has written to a folder in it, which is then a run directory itself.
 
-    Snapshots that lie elsewhere stay in their store: they move to a folder of the same name beside them.
-
-    Args:
-        run_dir: the run directory; files that no run has written stay.
+    Snapshots that lie elsewhere stay in their store: they move to a folder of the same name beside them. A move that is
+    interrupted is finished by the next call. ValueError: they can't be moved.
 
     Returns:
         The folder, run_dir/old-1 or the next free number; "" where there was nothing to move.
-
-    Raises:
-        ValueError: they can't be moved.
     """
     folder, url = Path(run_dir), snapshot_url(run_dir)
     begun = next(folder.glob("old-*.moving"), None)  # the program was killed in the middle of this
@@ -87,12 +82,6 @@ def set_aside(run_dir: str) -> str:
             "its own with hydra.run.dir=runs/NAME"
         ) from error
     return str(folder / name)
-
-
-def finish_moving(run_dir: str) -> None:
-    """If the program was killed in the middle of `set_aside`, do the rest: the order to start over still holds."""
-    if any(Path(run_dir).glob("old-*.moving")):
-        log.info("moved the run that was to be started over to %s", set_aside(run_dir))
 
 
 def beside(url: str, name: str) -> str:

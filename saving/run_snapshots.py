@@ -9,12 +9,13 @@ import math
 import os
 import shlex
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from config import TrainerConfig
 from console.errors import described
 from distributed import Ranks
-from saving.moving import SNAPSHOT, finish_moving, set_aside, snapshot_url, snapshots_at
+from saving.moving import SNAPSHOT, set_aside, snapshot_url, snapshots_at
 from snapshot import (
     DamagedSnapshotError,
     Snapshot,
@@ -46,14 +47,14 @@ class RunSnapshots:
 
     Args:
         run_dir: the run directory. If a run that was in it is half moved aside, the other half follows first.
-        settings: snapshot_path is the place of the latest; None: where the run in this directory has it, or
-            gpt_snapshot.pt in the directory. With resume=False that run is moved aside; yet a launch that the launcher
-            has started again goes on from what it has written itself. A dry_run or a plan leaves all files alone.
+        settings: snapshot_path is the place of the latest; None: where the run in this directory has it. With
+            resume=False that run is moved aside; yet a launch that the launcher has started again goes on from what it
+            has written itself. A dry_run or a plan leaves all files alone.
         ranks: this process's place among the ranks, and the launch that it belongs to.
 
     Attributes:
         url, best_url: where the latest and the best are, absolute.
-        setting: the snapshot_path for config.yaml to remember; None also here for the run directory, which may move.
+        setting: the snapshot_path for config.yaml to remember; None for the run directory's own, for that may move.
         errors: by URL, why the last save there failed; empty while all is well.
         last_step: the optimizer step of the latest snapshot; None where there is none.
     """
@@ -61,8 +62,8 @@ class RunSnapshots:
     def __init__(self, run_dir: str, settings: TrainerConfig, ranks: Ranks):
         self.run_dir, self.resume = run_dir, settings.resume
         self.is_active = ranks.is_main and not (settings.dry_run or settings.plan)
-        if self.is_active:
-            finish_moving(run_dir)
+        if self.is_active and any(Path(run_dir).glob("old-*.moving")):  # the order to start over still holds
+            log.info("moved the run that was to be started over to %s", set_aside(run_dir))
         own = str(Path(run_dir) / SNAPSHOT)
         url = settings.snapshot_path or (snapshot_url(run_dir) if self.resume else own)
         self.url = local_path(url) or url  # absolute: the next start may come from another working directory
@@ -100,17 +101,13 @@ class RunSnapshots:
     def open(self, check: Check) -> Snapshot | None:
         """Get ready for saving, and find the snapshot to go on from, with the best one's loss and step as "best".
 
-        Args:
-            check: raises ValueError unless this run can go on from a snapshot, DamagedSnapshotError where nobody can.
-
-        Raises:
-            ValueError: there are snapshots, and this run can't go on from them; or nothing can be saved there.
+        Raises ValueError where this run can't go on from the snapshots that are there (`check` raises it, and
+        DamagedSnapshotError where no run can), or where nothing can be saved.
         """
         if not self.is_active:
             return None
         prepare(self.url)
-        # First, and only two numbers of it: otherwise two whole snapshots would be in memory at once.
-        best, problem = self._best_so_far(check)
+        best, problem = self._best_so_far(check)  # first: otherwise two whole snapshots would be in memory at once
         snapshot = self.newest(check)
         if snapshot is None:
             self._begin()
@@ -118,8 +115,7 @@ class RunSnapshots:
             self._check_directory(snapshot)
             if problem:
                 log.warning("no usable best snapshot, the next evaluation makes one: %s", problem)
-            snapshot["best"] = best or (snapshot["best_eval_loss"], snapshot["best_step"])
-            self.last_step = snapshot["step"]
+            snapshot["best"], self.last_step = best, snapshot["step"]
             log.info("going on from %s after step %d", self.url, snapshot["step"])
         self._stamps = {url: stamp(url) for url in (self.url, self.best_url)}
         return snapshot
@@ -128,18 +124,14 @@ class RunSnapshots:
         """The snapshot that the run goes on from, if there is one; `check` and errors as in `open`."""
         if not self.is_active or not (self.resume or self.launch_of_restart):
             return None
-        try:
+        snapshot = None
+        with nullcontext() if self.resume else suppress(ValueError):  # to start over, nothing that is there is needed
             snapshot = load_newest(self.url, check)
-        except ValueError:
-            if self.resume:
-                raise
-            return None
-        if snapshot is not None and not self.resume and snapshot.get("run", {}).get("launch") != self.launch_of_restart:
-            return None
-        return snapshot
+        is_own = self.resume or (snapshot or {}).get("run", {}).get("launch") == self.launch_of_restart
+        return snapshot if is_own else None
 
-    def _best_so_far(self, check: Check) -> tuple[tuple[float, int] | None, str]:
-        """(Loss, step) of the best snapshot, None where only the latest knows them; and why it can't be used."""
+    def _best_so_far(self, check: Check) -> tuple[tuple[float, int], str]:
+        """((loss, step) of the best snapshot, why it can't be used): it may be newer than the one to go on from."""
         try:
             best = load_snapshot(self.best_url)
             check(best, self.best_url)
@@ -147,8 +139,7 @@ class RunSnapshots:
             return (math.inf, 0), ""
         except ValueError as error:  # damaged, or of another run
             return (math.inf, 0), str(error)
-        # Former versions gave the latest a second name, before its loss was known.
-        return (best["best_eval_loss"], best["best_step"]) if best["best_step"] == best["step"] else None, ""
+        return (best["best_eval_loss"], best["best_step"]), ""
 
     def _begin(self) -> None:
         """Make room for a new run, and never in silence: what the directory says of an old one counts."""
@@ -158,8 +149,7 @@ class RunSnapshots:
         if self.resume and kept:
             raise ValueError(
                 f"the run in {self.run_dir} has {kept[0]}, and no snapshot to go on from at {self.url}; to go on, say "
-                f"trainer_config.snapshot_path={kept[0]}; to start over, trainer_config.resume=false, which moves it "
-                "aside"
+                f"trainer_config.snapshot_path={kept[0]}; to start over and move it aside, trainer_config.resume=false"
             )
         if taken:
             raise ValueError(
@@ -197,8 +187,7 @@ class RunSnapshots:
             log.warning("%s; it is kept as %s.damaged", error, url)
             move(url, f"{url}.damaged")
             return True
-        written_by = other.get("run")
-        writer = written_by if isinstance(written_by, dict) else {}
+        writer = other["run"] if isinstance(other.get("run"), dict) else {}
         if writer != self.written_by:  # equal: a save that seemed to have failed has arrived after all
             raise RunError(
                 f"{url} now holds step {other.get('step')} of another run ({writer.get('directory', 'unknown')}), and "

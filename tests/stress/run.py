@@ -1017,7 +1017,9 @@ def lost_latest(stress: Stress) -> None:
         before = contents(run_dir)
         with running(run_dir, *typed, launcher=ALONE if number < 4 else TWO_RANKS[:-1]) as process:
             code = process.wait(600)
-        is_told = re.search(r"^error: the run in .* has .*; to go on, say .*; to start over, ", output(run_dir), re.M)
+        is_told = re.search(
+            r"^error: the run in .* has .*; to go on, say .*; to start over and ", output(run_dir), re.M
+        )
         problem = "" if code == 1 and is_told else f"exit code {code}: {last_words(run_dir)}"
         row.add(problem or ("" if contents(run_dir) == before else "files have changed"))
 
