@@ -15,7 +15,7 @@ from pathlib import Path
 from config import TrainerConfig
 from console.errors import described
 from distributed import Ranks
-from saving.moving import SNAPSHOT, set_aside, snapshot_url, snapshots_at
+from saving.moving import CONFIG, SNAPSHOT, set_aside, snapshot_url, snapshots_at
 from snapshot import (
     DamagedSnapshotError,
     Snapshot,
@@ -158,10 +158,11 @@ class RunSnapshots:
             )
         # Restarted before its first save, a launch finds its own log and curves, and nothing else.
         if not self.resume and (kept or self.launch_of_restart is None):
-            folder = set_aside(self.run_dir)
-            if folder:
-                command = shlex.join(["python", "main.py", f"hydra.run.dir={folder}"])
-                log.info("moved the run that was there to %s; to go on with it: %s", folder, command)
+            if folder := set_aside(self.run_dir):
+                how = shlex.quote(f"hydra.run.dir={folder}")
+                log.info("moved the run that was there to %s; to go on with it: python main.py %s", folder, how)
+        elif (Path(self.run_dir) / CONFIG).exists():
+            log.info("there is no snapshot at %s: the run begins with step 1", self.url)
 
     def _check_directory(self, snapshot: Snapshot) -> None:
         """Raise ValueError where a snapshot outside of the run directory belongs to the run in another one."""

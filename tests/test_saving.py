@@ -248,6 +248,15 @@ def test_a_run_whose_latest_is_gone_is_not_begun_afresh(copied_run, tmp_path, is
     assert not Path(best).exists()
 
 
+def test_a_run_without_any_snapshot_says_so(copied_run, caplog):
+    """Catches a run that begins with its first step in a directory with a log and curves, and nobody notices."""
+    for path in copied_run.glob("*.pt"):
+        path.unlink()
+    with world_of_one() as ranks, caplog.at_level(logging.INFO):
+        make_trainer(copied_run, ranks=ranks).resume()
+    assert f"there is no snapshot at {copied_run / 'gpt_snapshot.pt'}: the run begins with step 1" in caplog.messages
+
+
 @pytest.mark.parametrize("resume", ["true", "false"])
 def test_another_snapshot_path_is_no_fresh_start(copied_run, tmp_path, resume):
     """Catches a run that begins again in the same directory, and snapshots of others moved away to make room."""
