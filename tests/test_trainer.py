@@ -708,7 +708,7 @@ def test_the_header_says_what_an_evaluation_costs(alone, tmp_path, caplog, every
     # The evaluation text and a tenth as much of the other one, forward only; a backward pass costs two forward passes.
     steps = round(1.1 * len(trainer.text.eval_codes) / (12 * 16) / passes)
     assert steps == {3: 4, 4: 3}[passes]
-    assert f"evaluations: every {every} steps, each about {steps} times as long as a step" in caplog.messages
+    assert f"evaluations: every {every} steps, each about as long as {steps} steps" in caplog.messages
     advice = [message for message in caplog.messages if "raise data_config.train_split" in message]
     assert len(advice) == is_long
     assert all(len(f"12:34:56 {message}") <= 80 for message in advice)
