@@ -277,12 +277,12 @@ def distinct_characters(text: str) -> str:
 
 
 def check_distinct(characters: str) -> None:
-    """Raise ValueError where a vocabulary repeats characters, as a text does."""
+    """Raise ValueError if a vocabulary repeats characters, as a text does."""
     different = len({*characters})
     if different < len(characters):
         raise ValueError(
-            f"a vocabulary of {len(characters):,} characters, {different:,} of them different; it has each one once: "
-            "to collect it from a text, use CharVocabulary.of(text)"
+            f"a vocabulary of {len(characters):,} characters, {different:,} of them different; each must occur once: "
+            "to make one from a text, use CharVocabulary.of(text)"
         )
 
 
@@ -311,7 +311,7 @@ def nearest(character: str, known: str) -> str:
 
 
 def check_length(name: str, part: np.ndarray, config: DataConfig) -> None:
-    """Raise ValueError where a part of the text is too short for one window and its last target."""
+    """Raise ValueError if a part of the text is too short for one window and its last target."""
     if len(part) < config.block_size + 1:
         raise ValueError(
             f"data_config.path={config.path}: the {name} part of the text has {len(part)} characters, and "
@@ -321,7 +321,7 @@ def check_length(name: str, part: np.ndarray, config: DataConfig) -> None:
 
 
 def check_one_step(sampler: WindowSampler) -> None:
-    """Raise ValueError where the training text is too short for one optimizer step."""
+    """Raise ValueError if the training text is too short for one optimizer step."""
     if sampler.steps_per_epoch == 0:
         B, T = sampler.batch_size, sampler.block_size
         smaller, larger = ("trainer_config.batch_size", "data_config.block_size")[:: 1 if T > B else -1]
@@ -332,7 +332,7 @@ def check_one_step(sampler: WindowSampler) -> None:
 
 
 def check_data_config(config: DataConfig) -> None:
-    """Raise ValueError where a value is outside its range."""
+    """Raise ValueError if a value is outside its range."""
     if config.block_size < 1:
         raise ValueError(f"data_config.block_size={config.block_size}: must be at least 1 character")
     if not 0.0 < config.train_split < 1.0:

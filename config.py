@@ -145,7 +145,7 @@ def ranks_in_words(number: int) -> str:
 
 
 def check_architecture(c: Any) -> None:
-    """Raise ValueError where the values don't fit together, whatever the text will be."""
+    """Raise ValueError if the values don't fit together, whatever the text will be."""
     complete(c, vocab_size=1, block_size=1)
 
 
@@ -164,7 +164,7 @@ def complete(c: Any, vocab_size: int, block_size: int) -> GPTConfig:
             nulls = " ".join(f"gpt_config.{size}=null" for size in SIZES)
             raise ValueError(
                 f"gpt_config: got both model_type={name} and {sizes}; set either the name or the three sizes, and the "
-                f"other to null; to have the name, add {nulls}"
+                f"other to null; to use the name, add {nulls}"
             )
         values |= dict(zip(SIZES, MODEL_TYPES[name], strict=True))
     elif None in sizes.values():
@@ -173,7 +173,7 @@ def complete(c: Any, vocab_size: int, block_size: int) -> GPTConfig:
 
 
 def check_trainer_config(c: TrainerConfig) -> None:
-    """Raise ValueError where a value is outside its range, or two contradict each other."""
+    """Raise ValueError if a value is outside its range, or two contradict each other."""
     size = c.micro_batch_size
     if isinstance(size, str) and size != "auto":
         raise ValueError(f"trainer_config.micro_batch_size={size}: must be null, auto, or a whole number above 0")

@@ -114,7 +114,7 @@ def choose_dtype(device: torch.device, use_amp: bool, amp_dtype: str) -> torch.d
         amp_dtype: "auto", "bfloat16", "float16" or "float32".
 
     Raises:
-        ValueError: the type that was asked for can't be had on this device.
+        ValueError: the type that was asked for isn't available on this device.
     """
     # 1. No mixed precision.
     if not use_amp or amp_dtype == "float32":
@@ -129,8 +129,8 @@ def choose_dtype(device: torch.device, use_amp: bool, amp_dtype: str) -> torch.d
     # 3. What the user insists on, wherever torch can do it at all (slowly, perhaps: that is how CPUs test float16).
     if not torch.amp.is_autocast_available(device.type):
         raise ValueError(
-            f"trainer_config.amp_dtype={amp_dtype} can't be had on device {device.type}, which has no mixed "
-            "precision in this torch; use amp_dtype=auto"
+            f"trainer_config.amp_dtype={amp_dtype} isn't available on device {device.type}, which has no "
+            "mixed precision in this torch; use amp_dtype=auto"
         )
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}[amp_dtype]
 
@@ -158,7 +158,7 @@ def distribute(model: Any, strategy: str, dtype: torch.dtype, is_compiled: bool,
         The module to call in training.
 
     Raises:
-        ValueError: this strategy can't be had with this type or device.
+        ValueError: this strategy doesn't work with this type or device.
     """
     if strategy == "fsdp":
         from large.sharding import shard  # a second of imports that other runs save
@@ -321,21 +321,19 @@ _kept_alive: list[Any] = []
 
 
 def settle_environment() -> None:
-    """Set what a launcher would have set, where there is none. Raises ValueError where what is set doesn't fit."""
+    """Set what a launcher would have set, where there is none. Raises ValueError if what is set doesn't fit."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:  # a launcher's values always win; port 0: any that is free
         for key, value in alone.items():
             os.environ.setdefault(key, value)
     missing = [key for key in alone if key not in os.environ]
     if missing:
-        raise ValueError(
-            f"RANK is set, and {', '.join(missing)} not; a launcher sets all of them, and a start alone none"
-        )
+        raise ValueError(f"RANK is set without {', '.join(missing)}; set all of them, as a launcher does, or none")
     rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     if not 0 <= int(rank) < int(world_size):
         raise ValueError(
-            f"RANK={rank}, WORLD_SIZE={world_size}: the ranks are numbered from 0 to {int(world_size) - 1}; a launcher "
-            "sets both, and a start alone neither"
+            f"RANK={rank}, WORLD_SIZE={world_size}: the ranks are numbered from 0 to {int(world_size) - 1}; set "
+            "both, as a launcher does, or neither"
         )
 
 
@@ -356,7 +354,7 @@ def meet_the_others(timeout: timedelta, restarts: int) -> tuple[Any, int, int, s
         raise ValueError(
             f"rank {own_rank} can't meet the others at MASTER_ADDR={address}, MASTER_PORT={port} "
             f"({one_line(error)}); set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there, "
-            "alike for all ranks; a process that trains alone needs neither"
+            "the same for all ranks; a single process without a launcher needs neither"
         ) from error
     launch = uuid.uuid4().hex
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -61,7 +61,7 @@ def generate(arguments: argparse.Namespace) -> None:
         random = torch.Generator(device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"--device={arguments.device} can't be had with this machine and this PyTorch; use --device=cpu"
+            f"--device={arguments.device} isn't available on this machine with this PyTorch; use --device=cpu"
         ) from error
     if arguments.seed is not None and not 0 <= arguments.seed < 2**64:
         raise ValueError(f"--seed={arguments.seed}: must be at least 0 and below 2^64 = {2**64}")
@@ -118,7 +118,7 @@ def write(
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
-    """How the command line wants a character to be chosen. Raises ValueError where it is out of range."""
+    """How the command line wants a character to be chosen. Raises ValueError if it is out of range."""
     return Sampling(arguments.temperature, True, arguments.top_k, arguments.top_p)
 
 
@@ -147,7 +147,7 @@ def score(model: GPT, vocabulary: CharVocabulary, text: str) -> str:
         raise ValueError(f"--score: got {len(codes)} characters; the first one is given, so at least 2 are needed")
     total, count = sum_losses(model, evaluation_batches(codes, model.config.block_size, 16, 0, 1))
     loss = total / count
-    return f"loss {loss:.4f} nats a character ({loss / math.log(2):.4f} bits), over {count:,} characters"
+    return f"loss {loss:.4f} nats per character ({loss / math.log(2):.4f} bits), over {count:,} characters"
 
 
 def main() -> None:

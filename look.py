@@ -25,7 +25,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--snapshot", help="path or fsspec URL; default: the best of runs/shakespeare, else its latest")
     parser.add_argument("--out", default="look.html", metavar="FILE", help="the page to write (look.html)")
-    parser.add_argument("--float32", action="store_true", help="carry the weights exactly; the page is twice as large")
+    parser.add_argument("--float32", action="store_true", help="store the weights exactly; the page is twice as large")
     return parser.parse_args()
 
 

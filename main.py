@@ -224,7 +224,7 @@ def read_config(cfg: DictConfig) -> Config:
 def start_together(config: Config, ranks: Ranks, run_dir: str) -> None:
     """See that all ranks start from the same, that no other run is at work here, and where the log goes."""
     c = config.trainer_config
-    precision = choose_dtype(ranks.device, c.use_amp, c.amp_dtype)  # raises where it can't be had
+    precision = choose_dtype(ranks.device, c.use_amp, c.amp_dtype)  # raises if it isn't available
     if ranks.world_size > 1:
         from large.machines import check_alike, versions
 
@@ -236,7 +236,7 @@ def start_together(config: Config, ranks: Ranks, run_dir: str) -> None:
     set_up_logging(ranks.is_main, prefix, Path(run_dir) / "main.log" if writes else None)
     if c.compile:  # torch's own place for it is emptied at a reboot
         kept = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))
-        log.info("compiling takes half a minute or more the first time; what it makes is kept in %s", kept)
+        log.info("compiling takes half a minute or more the first time; the compiled code is kept in %s", kept)
     if c.deterministic:  # some operations on GPUs add up in an order that varies: take others, or say there is none
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or torch would refuse matrix products on CUDA
     if c.deterministic != torch.are_deterministic_algorithms_enabled():
@@ -286,7 +286,7 @@ def is_sweep() -> bool:
 
 
 def check_sweep(cfg: DictConfig) -> None:
-    """Raise ValueError where all runs of a sweep would save to one place."""
+    """Raise ValueError if all runs of a sweep would save to one place."""
     url = cfg._get_node("trainer_config")._get_node("snapshot_path")._value()  # type: ignore[union-attr]
     if is_sweep() and url is not None and "${" not in url and "trainer_config.snapshot_path" not in swept(sys.argv):
         raise ValueError(

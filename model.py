@@ -332,7 +332,7 @@ def check_positions(start: int, T: int, block_size: int) -> None:
 
 
 def check_sizes(c: GPTConfig) -> None:
-    """Raise ValueError where a value is outside its range, or two don't fit together."""
+    """Raise ValueError if a value is outside its range, or two don't fit together."""
     for name in ("n_layer", "n_head", "n_embd"):
         if getattr(c, name) < 1:
             raise ValueError(f"gpt_config.{name}={getattr(c, name)}: must be at least 1")
@@ -343,4 +343,4 @@ def check_sizes(c: GPTConfig) -> None:
         )
     for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop"):
         if not 0.0 <= getattr(c, name) < 1.0:
-            raise ValueError(f"gpt_config.{name}={getattr(c, name)}: a probability from 0 to below 1")
+            raise ValueError(f"gpt_config.{name}={getattr(c, name)}: must be a probability from 0 to below 1")

@@ -182,7 +182,7 @@ def load_optimizer_state(
 
 
 def check_optimizer_state(optimizer: Optimizer, parameters: Mapping[str, Tensor], state: dict[str, Any]) -> None:
-    """Raise ValueError where a saved state hasn't this optimizer's form."""
+    """Raise ValueError if a saved state hasn't this optimizer's form."""
     if state.keys() not in (set(), parameters.keys()):  # nothing at all: no step was taken yet
         raise ValueError(f"optimizer state of {len(state)} parameters, not of these {len(parameters)}")
     muon = optimizer.parts["muon"].param_groups if isinstance(optimizer, MuonWithAdamW) else []
@@ -196,13 +196,13 @@ def check_optimizer_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]
             shape = () if key == "step" else p.shape
             has_form = isinstance(value, Tensor) and value.shape == shape and value.dtype == torch.float32
             if not has_form or not value.is_contiguous() or not value.isfinite().all():
-                raise ValueError(f"optimizer state {key} of {name} is no finite float32 of shape {tuple(shape)}")
+                raise ValueError(f"optimizer state {key} of {name} is not finite float32 of shape {tuple(shape)}")
             if key == "exp_avg_sq" and (value < 0).any():
-                raise ValueError(f"optimizer state {key} of {name} is an average of squares, and negative")
+                raise ValueError(f"optimizer state {key} of {name} is an average of squares, but negative")
 
 
 def check_optimizer_config(c: OptimizerConfig) -> None:
-    """Raise ValueError where a value is outside its range."""
+    """Raise ValueError if a value is outside its range."""
     allowed = {
         "learning_rate": (0.0 < c.learning_rate < math.inf, "a positive number"),
         "muon_learning_rate": (0.0 < c.muon_learning_rate < math.inf, "a positive number"),

@@ -30,11 +30,11 @@ class Run:
 
     name: str
     text: str  # fingerprint of the text: losses on different texts can't be compared
-    loss: float  # the lowest on the evaluation text, nats a character; infinite before the first evaluation
+    loss: float  # the lowest on the evaluation text, nats per character; infinite before the first evaluation
     steps: int
     parameters: int
     seconds: float  # of training, without evaluations and snapshots; 0 where there are no curves
-    speed: float  # tokens a second in these seconds
+    speed: float  # tokens per second in these seconds
     settings: list[str]  # that are not the defaults: "group.key=value"
     end: str = ""  # why it ended; empty where nothing is known of it
 

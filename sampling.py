@@ -65,7 +65,7 @@ def choose_token(logits: Tensor, how: Sampling, generator: torch.Generator | Non
 
 
 def check_sampling(how: Sampling) -> None:
-    """Raise ValueError where a setting is outside its range."""
+    """Raise ValueError if a setting is outside its range."""
     if not 0.0 <= how.temperature < math.inf:
         raise ValueError(f"temperature={how.temperature}: must be 0 (greedy) or a positive number")
     if how.top_k is not None and how.top_k < 1:

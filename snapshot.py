@@ -134,7 +134,7 @@ def load_snapshot(url: str) -> Snapshot:
             # weights_only: a pickle can run any program; this reads data and refuses everything else.
             snapshot = torch.load(file, map_location="cpu", weights_only=True)
             if not isinstance(snapshot, dict) or type(snapshot.get("format_version")) is not int:
-                raise ValueError("no snapshot of this program")
+                raise ValueError("not a snapshot of this program")
             check_digest(snapshot)
         except Exception as error:  # damaged files raise almost anything: zip, pickle, key, value, Unicode errors, EOF
             raise DamagedSnapshotError(f"{url} is not a whole snapshot ({described(error)})") from error
@@ -211,7 +211,7 @@ def digest(value: Any) -> str:
             waiting += part
         else:
             sha.update(f"{part!r},".encode())
-    raise ValueError("a million parts and more")
+    raise ValueError("a million parts or more")
 
 
 def check_digest(snapshot: Snapshot) -> None:
@@ -354,7 +354,7 @@ def _link(path: str, name: str) -> bool:
 
 
 def check_is_file(path: str) -> None:
-    """Raise OSError where a path leads to a pipe or a device: whoever reads one may wait, or read on, for ever."""
+    """Raise OSError if a path leads to a pipe or a device: whoever reads one may wait, or read on, for ever."""
     if stat.S_IFMT(os.stat(path).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):  # reading a directory says what it is
         raise OSError(f"{posixpath.basename(path)} is a pipe or a device, not a file")
 

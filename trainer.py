@@ -67,8 +67,8 @@ class State:
 
     total_steps: int  # the optimizer step at which the run ends
     step: int = 0  # optimizer steps done
-    eval_loss: float = math.nan  # of the last evaluation, nats a character
-    best_eval_loss: float = math.inf  # the lowest so far, nats a character
+    eval_loss: float = math.nan  # of the last evaluation, nats per character
+    best_eval_loss: float = math.inf  # the lowest so far, nats per character
     best_step: int = 0  # the optimizer step it was found at
     stop_signal: int = 0  # the signal on which all ranks agreed to stop; 0: go on
 
@@ -178,7 +178,7 @@ class Trainer:
         return mean_loss, grad_norm
 
     def evaluate(self) -> float:
-        """Mean loss over every target of the evaluation text, each scored once, in nats a character, on all ranks."""
+        """Mean loss over every target of the evaluation text, each scored once, in nats per character, on all ranks."""
         return self.evaluate_on(self.text.eval_codes)
 
     def evaluate_on(self, codes: np.ndarray) -> float:
@@ -250,13 +250,13 @@ class Trainer:
         self.full_config["trainer_config"]["init_from"] = began
         for name, was, now in differences(snapshot["config"], self.full_config):
             if name != "trainer_config.resume":  # no property of the run
-                log.info("the configuration has changed and wins: %s was %s, is %s", name, was, now)
+                log.info("changed setting: %s was %s, now %s", name, was, now)
         self._say_if_rates_jump(snapshot["config"])
         if self.step >= self.state.total_steps:
             log.info("this run is already finished: there is nothing left to train")
 
     def _check(self, snapshot: Snapshot, url: str) -> None:
-        """Raise ValueError unless this run can go on from a snapshot, DamagedSnapshotError where nobody can."""
+        """Raise ValueError unless this run can go on from a snapshot, DamagedSnapshotError if nobody can."""
         check_continuable(snapshot, url, self._identity(), self.optimizer, self.parameters)
 
     @property
@@ -285,7 +285,7 @@ class Trainer:
         """Say what will happen, and do what comes before the first step."""
         self.reporter.header(self._header(), self.full_config, self.step, self.state.total_steps)
         if self.step == 0 and self.config.init_from is not None:
-            log.info("starting from the model of %s; its evaluation loss is to be beaten:", self.config.init_from)
+            log.info("starting from the model of %s, which is evaluated first:", self.config.init_from)
             self._evaluate_and_keep_best()
         elif self._is_due(self.config.eval_every_steps):  # a stop may have come between save and evaluation
             self._evaluate_and_keep_best()
@@ -401,14 +401,14 @@ class Trainer:
         # An evaluation goes forward only. A backward pass costs two forward passes, and recomputing is one more.
         characters, passes = len(self.text.eval_codes) + len(self._train_passage()), 3 + config.activation_checkpointing
         steps = max(1, round(characters / (config.batch_size * self.block_size * passes)))  # of its length
-        advice = "longer than the steps between two: raise data_config.train_split"
+        advice = "most of the time goes into evaluations: raise data_config.train_split"
         return [
             f"model: {size:.2f} M parameters ({c.n_layer} layers, {c.n_head} heads, width {c.n_embd})",
             f"text: {self.sampler.targets + 1:,} characters to train on, {len(self.text.eval_codes):,} to evaluate on",
             f"guessing evenly among {c.vocab_size} different characters: loss {math.log(c.vocab_size):.2f}",
             f"steps: {state.total_steps:,} of {config.batch_size} windows of {c.block_size} characters; "
             f"an epoch: {self.sampler.steps_per_epoch:,}",
-            f"evaluations: every {config.eval_every_steps:,} steps, each about {steps:,} times as long as a step",
+            f"evaluations: every {config.eval_every_steps:,} steps, each about as long as {steps:,} step{'s' * (steps > 1)}",
             *[advice] * (steps > config.eval_every_steps),
             f"machine: {str(self.dtype).removeprefix('torch.')} on {self.ranks.device}; a step: "
             f"{ranks_in_words(self.ranks.world_size)} x {self.accumulation_steps} x {self.micro_batch_size} windows",
@@ -462,7 +462,7 @@ class Trainer:
             raise RunError(f"step {self.step + 1}: torchrun is gone; leaving without another snapshot")
 
     def _check_finite(self) -> None:
-        """Raise RunError where weights or optimizer state are not finite: such are never evaluated nor saved.
+        """Raise RunError if weights or optimizer state are not finite: such are never evaluated nor saved.
 
         All ranks raise, or none.
         """

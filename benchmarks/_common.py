@@ -52,7 +52,7 @@ def measure_in_turns(contestants: Mapping[str, Callable[[], Figures]], rounds: i
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The environment of a process that shall compute with so many threads."""
+    """The environment of a process that is to compute with this many threads."""
     return {**USERS, "OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
 
 

@@ -8,7 +8,7 @@ rounds.
 
     python benchmarks/busy_machine.py [--quick]
 
-Units: milliseconds a step; ratios.
+Units: milliseconds per step; ratios.
 """
 
 import argparse

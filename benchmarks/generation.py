@@ -1,6 +1,6 @@
 """Question: how fast does text come out of a trained model, and what does the key/value cache bring?
 
-Measured: tokens a second (all samples together) of 512 greedy tokens after a prompt of 16, in float32, in turns:
+Measured: tokens per second (all samples together) of 512 greedy tokens after a prompt of 16, in float32, in turns:
 
 * cached: `GPT.generate`, the project's own loop.
 * uncached: the whole context goes through the model for every token (the head sees the last position only). When the
@@ -13,7 +13,7 @@ Models: 4 layers, 4 heads, 128 wide, with the context of the default configurati
 
     python benchmarks/generation.py [--quick]
 
-Unit: tokens a second of wall time.
+Unit: tokens per second of wall time.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def generate_uncached(model: GPT, idx: Tensor, max_new_tokens: int) -> Tensor:
 
 
 def timed(generate: Callable[[], Tensor], expected: Tensor) -> Figures:
-    """Tokens a second of one generation, whose tokens must be the expected ones."""
+    """Tokens per second of one generation, whose tokens must be the expected ones."""
     begin = time.perf_counter()
     out = generate()
     seconds = time.perf_counter() - begin

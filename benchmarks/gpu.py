@@ -6,7 +6,7 @@ Each measurement is a process of its own, one after the other. What fails or run
    stands what nanoGPT's README says of the same sizes: a best validation loss of 1.4697, after about 3 minutes on an
    A100. (nanoGPT's loss is a mean over random windows of the same tenth of the text, ours one over all of it.)
 2. Steps of `baby_gpt` and `gpt2_small`, eager and compiled, `gpt2_small` under each strategy on one rank:
-   * tokens a second over whole optimizer steps, with nothing measured inside them;
+   * tokens per second over whole optimizer steps, with nothing measured inside them;
    * their share of the device's published peak in bfloat16, for devices that `PEAK_TFLOPS` knows. The arithmetic of a
      token is counted as in `train_throughput.py`; Muon's products count nothing;
    * the milliseconds of fetching and copying a batch, of forward, backward and the rest (clipping, the agreement of the
@@ -16,7 +16,7 @@ Each measurement is a process of its own, one after the other. What fails or run
      as many as the step's, the host limits the step (its launches, in general), and not the device;
    * an evaluation of the whole evaluation text, and a sample of 64 characters, as in the middle of a run;
    * the peak of the memory. A micro-batch that doesn't fit is halved until it does.
-3. Generation: greedy tokens a second of a model of `baby_gpt`'s sizes in float32, with and without the cache.
+3. Generation: greedy tokens per second of a model of `baby_gpt`'s sizes in float32, with and without the cache.
 4. Start-up: seconds from the command to the first optimizer step; that of `baby_gpt` includes its compilation.
 5. Repeatability: two runs with `trainer_config.deterministic=true`: are weights and losses the same, bit by bit?
 
@@ -26,7 +26,7 @@ is measured first, in the order of `answer`. The compiled rows need a C compiler
 
     python benchmarks/gpu.py [--text PATH] [--json PATH] [--quick] [--device cpu]
 
-Units: seconds of wall time; milliseconds, medians over steps; nats a character; tokens a second; GB (1e9 bytes).
+Units: seconds of wall time; milliseconds, medians over steps; nats per character; tokens per second; GB (1e9 bytes).
 """
 
 import argparse
@@ -246,7 +246,7 @@ def measure_steps(text: str, is_quick: bool, overrides: list[str]) -> Result:
 
 
 def measure_generation(device_wish: str, is_quick: bool) -> Result:
-    """Tokens a second with and without the cache, for one sample and for eight."""
+    """Tokens per second with and without the cache, for one sample and for eight."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device("cpu") if accelerator is None or device_wish == "cpu" else accelerator
     sizes, block_size, tokens = (SMALL, 32, 32) if is_quick else (LARGE, 256, 512)

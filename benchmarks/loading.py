@@ -8,12 +8,12 @@ Measured, each in a process of its own (so that the peak memory is its own), in 
   what encoding takes where the table is already known and nothing is checked.
 
 The text is `data/sample.txt` (ASCII) repeated in memory; --characters "é" or "中" appends that to every repetition, to
-see texts that Python keeps in 1, 2 or 4 bytes a character. Peak memory is the maximum resident set (getrusage) after
-encoding minus that before it, when the text is already in memory, in bytes a character.
+see texts that Python keeps in 1, 2 or 4 bytes per character. Peak memory is the maximum resident set (getrusage) after
+encoding minus that before it, when the text is already in memory, in bytes per character.
 
     python benchmarks/loading.py [--quick] [--large]
 
-Units: seconds; bytes a character; microseconds a batch. --large adds 1 GB (a few GB of memory).
+Units: seconds; bytes per character; microseconds per batch. --large adds 1 GB (a few GB of memory).
 """
 
 import argparse
@@ -119,8 +119,8 @@ def main() -> None:
     print_table(
         [
             *("text", "vocabulary and encoding, s", "of it vocabulary, s", "numpy copy and look-up, s"),
-            *("ratio", "peak, bytes a character", "numpy's peak"),
-            *("split and order, s", "a batch, µs", "a window, µs", "peak with batches, bytes a character"),
+            *("ratio", "peak, bytes per character", "numpy's peak"),
+            *("split and order, s", "a batch, µs", "a window, µs", "peak with batches, bytes per character"),
         ],
         rows,
         f"1 thread; batches of {BATCH_SIZE} windows of 64 characters.",

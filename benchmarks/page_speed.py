@@ -1,13 +1,13 @@
 """Question: how soon does the page of look.py open, and how fast does it write?
 
 Measured in Debian's Chromium, driven by Playwright: the seconds from the call that opens the file until the check has
-passed and the whole passage is coloured, and the characters a second of the button that writes 500 of them, as the page
-itself counts them. Each round opens the page in a new context, so nothing is cached; one round before the first fills
-the file cache and is not counted. The figures are medians of five (--rounds).
+passed and the whole passage is coloured, and the characters per second of the button that writes 500 of them, as the
+page itself counts them. Each round opens the page in a new context, so nothing is cached; one round before the first
+fills the file cache and is not counted. The figures are medians of five (--rounds).
 
     python benchmarks/page_speed.py [--snapshot URL] [--quick]
 
-Unit: seconds of wall time, characters a second, MB.
+Unit: seconds of wall time, characters per second, MB.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def open_and_write(browser: Browser, file: Path) -> Figures:
     page.wait_for_selector("#step:not([disabled])", timeout=120_000)
     speed = float(page.inner_text("#speed").split()[0])
     page.context.close()
-    return {"seconds to open": seconds, "characters a second": speed}
+    return {"seconds to open": seconds, "characters per second": speed}
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ part of the seconds, and nothing is subtracted; so take wall times from a run wi
 
     python benchmarks/time_to_loss.py [--nanogpt DIR] [--seeds 1337 1 2] [--eval-every 50] [--text PATH] [--quick]
 
-Units: seconds; nats a character.
+Units: seconds; nats per character.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Question: how many tokens does training get through in a second, and how far is that from the machine's limit?
 
-Measured: tokens a second over whole optimizer steps: fetching the batch, forward, backward, clipping, the optimizer.
+Measured: tokens per second over whole optimizer steps: fetching the batch, forward, backward, clipping, the optimizer.
 Each measurement is a process of its own; contestants take turns, and each figure is the median over the rounds.
 
 1. Ours: the `Trainer` that the default configuration builds, step by step through its own `_train_step`.
@@ -8,7 +8,7 @@ Each measurement is a process of its own; contestants take turns, and each figur
 3. Hugging Face's GPT2LMHeadModel in the same sizes, no dropout, otherwise as its class comes, in eager float32 with
    fused AdamW; the same batches and clipping.
 
-How far from the limit: the arithmetic of a token, times tokens a second, divided by the rate of large square matrix
+How far from the limit: the arithmetic of a token, times tokens per second, divided by the rate of large square matrix
 products (2 n³ operations each, the best of several) that the same threads reach in the same rounds:
 
     model:      6 M + 12 L T C      a token
@@ -25,7 +25,7 @@ Then data parallelism: 1 and 2 ranks of 1 thread each (torchrun), at the default
 
     python benchmarks/train_throughput.py [--quick]
 
-Units: tokens a second over all ranks; GFLOP/s; shares of the measured matrix rate.
+Units: tokens per second over all ranks; GFLOP/s; shares of the measured matrix rate.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def hugging_face_step(trainer: Trainer, batches: Iterator[tuple[Tensor, Tensor]]
 
 
 def measure_training(name: str, text: str, steps: int, overrides: list[str]) -> Figures:
-    """Train some steps and count tokens a second; under torchrun, in every rank."""
+    """Train some steps and count tokens per second; under torchrun, in every rank."""
     if name != "hugging_face":  # as main.py does it
         environment.keep_freed_memory()
     with initialize_config_dir(str(PROJECT), version_base="1.3"):
@@ -120,7 +120,7 @@ def measure_training(name: str, text: str, steps: int, overrides: list[str]) -> 
 
 
 def measure_matrix_rate(n: int) -> Figures:
-    """Operations a second of square matrix products, the best of several, in bfloat16 and float32."""
+    """Operations per second of square matrix products, the best of several, in bfloat16 and float32."""
     types = (torch.bfloat16, torch.float32)
     return {str(dtype).removeprefix("torch."): matrix_rate(torch.device("cpu"), dtype, n) for dtype in types}
 

@@ -117,7 +117,7 @@ def help_text() -> str:
             f"Keys (set any of them as group.key=value):\n\n{keys[keys.index('data_config:') : keys.index('hydra:')]}",
             "hydra.run.dir=DIR: the run directory; it holds the snapshots, the curves and main.log",
             "-m: values separated by commas are tried in turn, and compared",
-            "--cfg job: print what the configuration comes to, and end\n\nRecipes:\n",
+            "--cfg job: print the resulting configuration, and end\n\nRecipes:\n",
             *(f"  +recipe={name:12} {text.splitlines()[0].lstrip('# ')}" for name, text in recipes.items()),
         ]
     )

@@ -21,7 +21,7 @@ COMMANDS = {  # name: (type, what it sets)
     "/top-p": (float, "draw from the likeliest that together have P; 1: from all"),
     "/length": (int, "characters to add"),
     "/seed": (int, "makes each text repeatable; none: another text every time"),
-    "/stop": (str, "end before this string; nothing: no end but the length"),
+    "/stop": (str, "end before this string; nothing: end at the length only"),
 }
 HELP = "\n".join(
     [
@@ -105,7 +105,7 @@ def obey(line: str, arguments: argparse.Namespace) -> str:
         return f"{shown(name, arguments)} now"
     if name not in COMMANDS:
         raise ValueError(
-            f"{name}: there are {', '.join(COMMANDS)}, /settings, /help and /quit; a text can't begin with /"
+            f"{name}: the commands are {', '.join(COMMANDS)}, /settings, /help and /quit; a text can't begin with /"
         )
     kind, words = COMMANDS[name]
     if kind is not str and not value.strip():

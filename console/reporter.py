@@ -102,11 +102,11 @@ class Reporter:
         log.log(level, f"step %d/%d: {words}", step, self.total_steps, loss, named(rates), speed)
 
     def evaluation(self, step: int, loss: float, train_loss: float, text: str) -> None:
-        """Report an evaluation: its loss, that of a passage of the training text, in nats a character; a sample."""
+        """Report an evaluation: its loss, that of a passage of the training text, in nats per character; a sample."""
         if not self.is_main:
             return
         bits, self.losses[step] = loss / math.log(2), (train_loss, loss)
-        log.info("step %d: evaluation loss %.4f (%.3f bits a character)", step, loss, bits)
+        log.info("step %d: evaluation loss %.4f (%.3f bits per character)", step, loss, bits)
         self._write("add_scalar", "eval/loss", loss, step)
         self._write("add_scalar", "eval/bits_per_char", bits, step)
         self._write("add_scalar", "eval/train_loss", train_loss, step)
@@ -154,7 +154,7 @@ class Reporter:
         (train_loss, loss), then = self.losses.get(step, unknown), self.losses.get(best_step, unknown)
         log.info("finished: %d steps, evaluation loss %.4f, best %.4f%s", step, loss, best_loss, speed)
         if self.dry_run:
-            log.info("that was a dry run: model, text and machine fit together, and of the run nothing was written")
+            log.info("that was a dry run: model, text and machine fit together; nothing was written")
             return
         learned = lesson(train_loss, loss, then[0], best_loss, best_step, step)
         for line in learned:
@@ -162,7 +162,7 @@ class Reporter:
         log.info("written: %s", self.run_dir)
         log.info("to see the curves: %s", shlex.join(["tensorboard", "--logdir", self.run_dir]))
         log.info("to write text: %s", command("generate.py", best_snapshot))
-        log.info("to look into it: %s", command("look.py", best_snapshot))
+        log.info("to look inside: %s", command("look.py", best_snapshot))
         go_on = f"to go on, raise trainer_config.{key}; " if len(learned) == 1 else ""  # no advice against the other
         log.info("%sto start over, set trainer_config.resume=false", go_on)
 

@@ -19,7 +19,7 @@ class Outcome:
     number: int  # in the order of the runs, from 1 on
     run_dir: str
     settings: list[str] = field(default_factory=list)  # as they were typed: "group.key=value"
-    loss: float = math.nan  # the lowest evaluation loss, nats a character
+    loss: float = math.nan  # the lowest evaluation loss, nats per character
     end: str = ""  # what has ended it: "max_steps", for example
     failure: str = ""  # why it failed, in one line; empty where it didn't
 

@@ -41,8 +41,8 @@ def find_text(path: str, ranks: Ranks) -> tuple[str, str]:
         return str(default), ""
     return str(BUNDLED_TEXT), (
         f"WARNING: no tiny-shakespeare ({failures[0]}). Training on the short text that comes with the project, "
-        f"{BUNDLED_TEXT}: losses won't compare. Put a text at data/input.txt, or connect to the network, and start "
-        "with trainer_config.resume=false."
+        f"{BUNDLED_TEXT}: its losses can't be compared. Put a text at data/input.txt, or connect to the network, and "
+        "start with trainer_config.resume=false."
     )
 
 

@@ -85,7 +85,7 @@ def facts(snapshot: Snapshot, url: str) -> dict[str, str]:
         known["optimizer steps"] = f"{snapshot['step']:,}"
         loss = loss_of(snapshot, url)
         if loss is not None:
-            known["evaluation loss of these weights, nats a character"] = f"{loss:.4f}"
+            known["evaluation loss of these weights, nats per character"] = f"{loss:.4f}"
         known["SHA-256 of the text's characters and of both parts in their codes"] = f"`{snapshot['corpus']}`"
         known["torch"] = snapshot["torch_version"]
         if snapshot["config"]["trainer_config"].get("init_from"):

@@ -37,7 +37,7 @@ def read_directory(url: str) -> Snapshot:
         check_config(config)
         characters = read_characters(folder)
         if len(characters) != config["vocab_size"]:
-            raise ValueError(f"the tokenizer has {len(characters)} tokens, and config.json {config['vocab_size']}")
+            raise ValueError(f"the tokenizer has {len(characters)} tokens, but config.json {config['vocab_size']}")
         c = GPTConfig(**{ours: config[theirs] for theirs, ours in SIZES.items()})
         weights = read_weights(find_weights(folder), c)
         if config.get("bias") is False and not any(weights[name].any() for name in weights if "bias" in name):
@@ -60,10 +60,10 @@ def read_weights(path: Path, c: GPTConfig) -> dict[str, Tensor]:
         keys = {key.removeprefix(PREFIX): key for key in file.keys()}  # noqa: SIM118 - it is no dictionary
         keys = {name: key for name, key in keys.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
         if c.n_layer > len(keys):
-            raise ValueError(f"config.json has n_layer={c.n_layer}, and {path.name} {len(keys)} tensors")
+            raise ValueError(f"config.json has n_layer={c.n_layer}, but {path.name} {len(keys)} tensors")
         expected = parameters(c)
         if odd := sorted((keys.keys() - {"lm_head.weight"}) ^ expected.keys()):
-            raise ValueError(f"{path.name} has weights too many or too few: {', '.join(odd[:3])}")
+            raise ValueError(f"{path.name} has missing or unknown weights: {', '.join(odd[:3])}")
         for name, key in keys.items():
             like = expected[name if name in expected else "wte.weight"]
             shape = [*(like.T if is_transposed(name, like) else like).shape]
@@ -74,7 +74,7 @@ def read_weights(path: Path, c: GPTConfig) -> dict[str, Tensor]:
         weights = {name: file.get_tensor(key).to(torch.float32, copy=True) for name, key in keys.items()}
     head = weights.pop("lm_head.weight", weights["wte.weight"])
     if not torch.equal(head, weights["wte.weight"]):
-        raise ValueError("lm_head.weight isn't wte.weight: here they are one matrix")
+        raise ValueError("lm_head.weight differs from wte.weight; in this model they are one matrix")
     return {name: (w.T if is_transposed(name, w) else w).contiguous() for name, w in weights.items()}
 
 
@@ -92,7 +92,7 @@ def is_directory(path: str) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """The contents of a JSON file. Raises ValueError, which names the file, where it is none."""
+    """The contents of a JSON file. Raises ValueError, which names the file, if it isn't JSON."""
     check_is_file(str(path))
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -101,9 +101,9 @@ def read_json(path: Path) -> Any:
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Raise ValueError, which names all keys, where config.json isn't that of a model as it is here."""
+    """Raise ValueError, which names all keys, if config.json isn't that of a model as it is here."""
     if not isinstance(config, dict):
-        raise ValueError("config.json is no dictionary")
+        raise ValueError("config.json is not a dictionary")
     if config.get("model_type") != "gpt2":
         raise ValueError(f"config.json has model_type={config.get('model_type')!r}; it must be 'gpt2'")
     for name in SIZES:
@@ -118,7 +118,7 @@ def check_config(config: dict[str, Any]) -> None:
 
 
 def find_weights(folder: Path) -> Path:
-    """The one file of weights. Raises ValueError where there are several, or only a pickle."""
+    """The one file of weights. Raises ValueError if there are several, or only a pickle."""
     path = folder / "model.safetensors"
     if path.exists():
         return path

@@ -58,9 +58,9 @@ def warn_of_separate_disks(snapshot_path: str, ranks: Ranks) -> None:
         Path(str(path) + name).unlink(missing_ok=True)  # another run that begins there may have taken it away
     if blind and ranks.is_main:
         log.warning(
-            "WARNING: the disk of %s isn't that of rank %s: started again with rank 0 there, the run would find no "
-            "snapshot and begin from step 0. Put the run directory (hydra.run.dir) on a disk that all machines share, "
-            "or let trainer_config.snapshot_path name a URL such as s3://BUCKET/gpt_snapshot.pt",
+            "WARNING: the disk of %s isn't that of rank %s: if rank 0 were there after a restart, the run would "
+            "find no snapshot and begin from step 0. Put the run directory (hydra.run.dir) on a disk that all machines "
+            "share, or let trainer_config.snapshot_path name a URL such as s3://BUCKET/gpt_snapshot.pt",
             *(path, ", ".join(blind)),
         )
 

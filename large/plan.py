@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from char_dataset import CharDataset, WindowSampler, evaluation_batches
-from config import MODEL_TYPES, Config, TrainerConfig
+from config import MODEL_TYPES, Config, TrainerConfig, ranks_in_words
 from distributed import Ranks, all_gather, broadcast_from_main, choose_dtype
 from large.memory import recompute_in_backward, smaller
 from large.sharding import check_shardable
@@ -137,9 +137,9 @@ def shard_evenly(needs: Needs, model: GPT, world_size: int, dtype: torch.dtype, 
 
 
 def model_flops(model: GPT, recomputes: bool = False) -> float:
-    """Floating-point operations a token in the matrix products of forward and backward.
+    """Floating-point operations per token in the matrix products of forward and backward.
 
-    A product of a matrix with M numbers costs 2 M a token forward and 4 M backward, the two products of attention
+    A product of a matrix with M numbers costs 2 M per token forward and 4 M backward, the two products of attention
     4 T C and 8 T C. Blocks that are computed twice go forward once more.
     """
     c = model.config
@@ -149,7 +149,7 @@ def model_flops(model: GPT, recomputes: bool = False) -> float:
 
 
 def muon_flops(model: GPT, ns_steps: int = 4) -> float:
-    """Floating-point operations a step of Muon's Newton-Schulz products.
+    """Floating-point operations per step of Muon's Newton-Schulz products.
 
     A round takes X Xᵀ and B X with 2 r² c each, and A A with 2 r³, for a matrix of r x c with r <= c.
     """
@@ -162,7 +162,7 @@ def muon_flops(model: GPT, ns_steps: int = 4) -> float:
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
-    """Floating-point operations a second in products of n x n matrices: the best of several."""
+    """Floating-point operations per second in products of n x n matrices: the best of several."""
     matrix, best = torch.randn(n, n, device=device).to(dtype), math.inf
     for _ in range(5):
         began = time.perf_counter()
@@ -233,8 +233,8 @@ def plan(config: Config, vocab_size: int, train_codes: np.ndarray, ranks: Ranks)
     needs = work_out_what_fits(sizes, config, ranks, memory)
     lines = [
         f"model: {needs.parameters:,} parameters ({sizes.n_layer} layers, {sizes.n_head} heads, width {sizes.n_embd})",
-        f"each of {ranks.world_size} ranks ({settings.strategy}), with {needs.micro_batch} windows "
-        f"of {block_size} characters in a forward pass:",
+        f"on each rank ({ranks_in_words(ranks.world_size)}, {settings.strategy}), at {needs.micro_batch} windows "
+        f"of {block_size} characters per forward pass:",
         f"    weights          {in_words(needs.weights):>10}",
         f"    gradients        {in_words(needs.gradients):>10}",
         f"    optimizer state  {in_words(needs.optimizer):>10}",
@@ -245,7 +245,7 @@ def plan(config: Config, vocab_size: int, train_codes: np.ndarray, ranks: Ranks)
         largest = largest_that_fits(sizes, config, ranks, memory)
         lines += [f"memory found for each rank: {in_words(memory)} ({ranks.device})"]
         lines += [f"largest named model that fits there, with the other keys as they are: {largest}"]
-    lines += [f"work of each rank: {needs.operations / 1e9:,.1f} GFLOP a step in matrix products, {steps:,} steps"]
+    lines += [f"work of each rank: {needs.operations / 1e9:,.1f} GFLOP per step in matrix products, {steps:,} steps"]
     bound, room = needs.operations / slowest, memory / 2 if ranks.device.type == "cpu" else memory
     is_timed = needs.peak <= room and bound <= SECONDS_OF_A_STEP
     if not is_timed:
@@ -296,8 +296,8 @@ def time_line(trainer: Any, step: float, evaluation: float) -> str:
     c, steps = trainer.config, trainer.state.total_steps
     evaluations = math.ceil(steps / c.eval_every_steps) + (c.init_from is not None)  # the base model's comes first
     return (
-        f"time: about {duration(steps * step + evaluations * evaluation)} (a step {step:.2g} s, an evaluation "
-        f"{evaluation:.2g} s, measured just now); start and snapshots come on top"
+        f"time: about {duration(steps * step + evaluations * evaluation)} ({step:.2g} s per step, "
+        f"{evaluation:.2g} s per evaluation, measured just now), without start and snapshots"
     )
 
 

@@ -87,11 +87,11 @@ class WideLayerNorm(nn.LayerNorm):
 
 
 def check_shardable(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError where a model can't be sharded."""
+    """Raise ValueError if a model can't be sharded."""
     if dtype == torch.float16:
         raise ValueError(
-            "trainer_config.strategy=fsdp can't be had with float16: each rank would see overflows in its own shards "
-            "alone, and leave out other steps than the rest; use amp_dtype=bfloat16 or float32"
+            "trainer_config.strategy=fsdp doesn't work with float16: each rank would see overflows in its own shards "
+            "only, and so the ranks would leave out different steps; use amp_dtype=bfloat16 or float32"
         )
     if device.type == "mps":
-        raise ValueError("trainer_config.strategy=fsdp can't be had on device mps; use trainer_config.strategy=ddp")
+        raise ValueError("trainer_config.strategy=fsdp doesn't work on device mps; use trainer_config.strategy=ddp")

@@ -69,7 +69,7 @@ def rounded(name: str, weight: Tensor, exact: bool) -> Tensor:
         return weight
     half = weight.half()
     if not half.isfinite().all():
-        raise ValueError(f"{name} has values that float16 doesn't reach; carry the weights exactly with --float32")
+        raise ValueError(f"{name} has values outside float16's range; store the weights exactly with --float32")
     return half.float()
 
 

@@ -383,7 +383,7 @@ async function write() {
     do step(); while (reading.codes.length < goal && performance.now() < until);
     follow(slice % 8 === 0);
     const speed = (reading.codes.length - before) / ((performance.now() - began) / 1000);
-    $("speed").textContent = `${speed.toFixed(0)} characters a second`;
+    $("speed").textContent = `${speed.toFixed(0)} characters per second`;
     await pause();
   }
   is_writing = false;

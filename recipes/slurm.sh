@@ -33,11 +33,11 @@ fi
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 launcher=(
     torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc_per_node="${RANKS_PER_NODE:-gpu}"
-    # The agents of all nodes meet on the first one, at a port that other jobs there hardly have.
+    # The agents of all nodes meet on the first one, at a port that no other job there is likely to use.
     --rdzv_backend=c10d --rdzv_endpoint="${nodes%%$'\n'*}:$((20000 + SLURM_JOB_ID % 10000))" --rdzv_id="$SLURM_JOB_ID"
-    # A rank that dies costs the steps since the last snapshot, and not the job.
+    # A rank that dies costs the steps since the last snapshot, but not the job.
     --max-restarts=3
-    # What torchrun doesn't know, it dies of, and its ranks would leave without saving: tell it of SIGUSR1, too.
+    # A signal that torchrun doesn't handle kills it, and its ranks end without saving: SIGUSR1 is not in its default.
     --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     # Seconds that the ranks have for their last step and snapshot before torchrun kills them; 30 by default.
     --shutdown-timeout=300

@@ -47,7 +47,7 @@ def read_base(url: str, own: Snapshot | None) -> Snapshot:
                 f"and is at step {own['step']}; begin another one with hydra.run.dir=runs/NAME, or in its place with "
                 "trainer_config.resume=false, which moves it aside"
             )
-        log.info("this run began with %s and goes on from its own snapshot; to begin anew: resume=false", began)
+        log.info("this run began with %s and goes on from its own snapshot; to start over: resume=false", began)
     return {key: base[key] for key in ("model_config", "vocabulary", "model")}
 
 

@@ -34,11 +34,11 @@ def check_model(snapshot: Snapshot, url: str) -> None:
             model = GPT(GPTConfig(**config))
         expected = model.state_dict()
         if weights.keys() != expected.keys():
-            raise ValueError(f"weights missing or not known: {sorted(map(str, weights.keys() ^ expected.keys()))[:3]}")
+            raise ValueError(f"missing or unknown weights: {sorted(map(str, weights.keys() ^ expected.keys()))[:3]}")
         for name, weight in weights.items():
             check_tensor(weight, expected[name].shape, name)
         if not torch.equal(weights["lm_head.weight"], weights["wte.weight"]):
-            raise ValueError("lm_head.weight isn't wte.weight: here they are one matrix")
+            raise ValueError("lm_head.weight differs from wte.weight; in this model they are one matrix")
         vocabulary = snapshot["vocabulary"]
         if len(CharVocabulary(vocabulary)) != config["vocab_size"]:
             raise ValueError(f"{len(vocabulary)} characters for {config['vocab_size']} codes")
@@ -82,7 +82,7 @@ def check_contents(snapshot: Snapshot, url: str) -> None:
 def check_continuable(
     snapshot: Snapshot, url: str, identity: Snapshot, optimizer: Optimizer, parameters: dict[str, nn.Parameter]
 ) -> None:
-    """Raise ValueError unless a run can go on from a snapshot, DamagedSnapshotError where nobody can.
+    """Raise ValueError unless a run can go on from a snapshot, DamagedSnapshotError if nobody can.
 
     It must share the run's `identity`, and its optimizer's state must fit `optimizer` and its `parameters`, by name.
     """

@@ -101,7 +101,7 @@ class RunSnapshots:
     def open(self, check: Check) -> Snapshot | None:
         """Get ready for saving, and find the snapshot to go on from, with the best one's loss and step as "best".
 
-        Raises ValueError where this run can't go on from the snapshots that are there (`check` raises it, and
+        Raises ValueError if this run can't go on from the snapshots that are there (`check` raises it, and
         DamagedSnapshotError where no run can), or where nothing can be saved.
         """
         if not self.is_active:
@@ -153,7 +153,7 @@ class RunSnapshots:
             )
         if taken:
             raise ValueError(
-                f"{taken[0]} is there, and not from the run in {self.run_dir}; move it away, or name another place "
+                f"{taken[0]} is there, but not from the run in {self.run_dir}; move it away, or name another place "
                 "with trainer_config.snapshot_path"
             )
         # Restarted before its first save, a launch finds its own log and curves, and nothing else.
@@ -165,7 +165,7 @@ class RunSnapshots:
             log.info("there is no snapshot at %s: the run begins with step 1", self.url)
 
     def _check_directory(self, snapshot: Snapshot) -> None:
-        """Raise ValueError where a snapshot outside of the run directory belongs to the run in another one."""
+        """Raise ValueError if a snapshot outside of the run directory belongs to the run in another one."""
         other = snapshot["run"]["directory"]
         is_ours = is_in(self.url, self.run_dir) or os.path.realpath(other) == os.path.realpath(self.run_dir)
         if not is_ours and Path(other).is_dir() and not is_same_place(snapshot_url(other), self.url):

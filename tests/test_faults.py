@@ -178,7 +178,7 @@ def test_a_run_prolonged_before_it_comes_down_ends_like_one_that_was_always_long
     assert process.wait(HANGS) == 128 + signal.SIGTERM, output(run_dir)
     for directory in (run_dir, longer):  # up to step 120
         assert start(directory, *settings, launcher=alone).wait(HANGS) == 0, output(directory)
-    assert "max_steps was 100, is 120" in output(run_dir)
+    assert "changed setting: trainer_config.max_steps was 100, now 120" in output(run_dir)
     assert_same_end(run_dir, longer)
     rates = read_losses(longer, "train/learning_rate")
     assert rates[96] == rates[60] > rates[98] > rates[119]  # it has really been that schedule

@@ -198,7 +198,7 @@ def test_the_model_card_says_what_is_known_and_no_places(tmp_path):
     assert state["corpus"] in body
     evaluation = re.search(r"step 20: evaluation loss ([\d.]+)", run.stderr)
     assert evaluation is not None
-    assert f"| evaluation loss of these weights, nats a character | {evaluation[1]} |" in body
+    assert f"| evaluation loss of these weights, nats per character | {evaluation[1]} |" in body
     assert float(evaluation[1]) < state["best_eval_loss"]  # of step 10: the latest is saved before it is evaluated
     settings = json.loads(body.split("```json\n")[1].split("```")[0])
     assert settings["gpt_config"] == state["config"]["gpt_config"]
@@ -544,9 +544,9 @@ REFUSED = {
     "cut off": (lambda d: os.truncate(d / "model.safetensors", 4000), "can't be taken over"),
     "another shape": (lambda d: tensors(d, **{FC: torch.ones(32, 8)}), r"c_fc.weight is F32 \[32, 8\]"),
     "integers": (lambda d: tensors(d, **{FC: torch.ones(8, 32).int()}), "c_fc.weight is I32"),
-    "a missing tensor": (lambda d: tensors(d, **{FC: GONE}), r"too many or too few: h.0.mlp.c_fc.weight"),
-    "another tensor": (lambda d: tensors(d, transformer__h__0__gate=torch.ones(1)), r"too few: h.0.gate"),
-    "another head": (lambda d: tensors(d, lm_head__weight=torch.ones(9, 8)), "lm_head.weight isn't wte.weight"),
+    "a missing tensor": (lambda d: tensors(d, **{FC: GONE}), r"missing or unknown weights: h.0.mlp.c_fc.weight"),
+    "another tensor": (lambda d: tensors(d, transformer__h__0__gate=torch.ones(1)), r"missing or unknown weights: h.0.gate"),
+    "another head": (lambda d: tensors(d, lm_head__weight=torch.ones(9, 8)), "lm_head.weight differs from wte.weight"),
     "not a number": (lambda d: tensors(d, **{FC: torch.full((8, 32), torch.nan)}), "not finite"),
     "byte pairs": (
         lambda d: edit(d, "tokenizer.json", model={"vocab": {"a": 0, "Ġthe": 1, "er": 2}}),
@@ -563,7 +563,7 @@ REFUSED = {
     "gaps": (lambda d: edit(d, "tokenizer.json", model={"vocab": {"a": 0, "b": 2}}), "codes of its tokens"),
     "fewer tokens": (
         lambda d: edit(d, "tokenizer.json", model={"vocab": {"a": 0, "b": 1}}),
-        "tokenizer has 2 tokens, and config.json 9",
+        "tokenizer has 2 tokens, but config.json 9",
     ),
     "bytes": (
         lambda d: edit(d, "tokenizer.json", pre_tokenizer={"type": "ByteLevel"}),

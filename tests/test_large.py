@@ -703,7 +703,7 @@ def test_what_is_gathered_goes_to_the_main_memory_of_rank_0(monkeypatch, rank, c
 )
 def test_what_cannot_be_sharded_is_refused(dtype, device, words):
     """Catches a loss scale that every rank adapts to its own shards, and a device without collectives."""
-    with pytest.raises(ValueError, match=f"strategy=fsdp can't be had .*{words}"):
+    with pytest.raises(ValueError, match=f"strategy=fsdp doesn't work .*{words}"):
         check_shardable(dtype, torch.device(device))
 
 
@@ -890,7 +890,7 @@ def test_a_plan_is_printed_and_leaves_nothing(tmp_path):
     lines = process.stdout.splitlines()
     # 24 blocks of 12 C² weights and 13 C others, the last norm, and vectors for 60 characters and 16 positions.
     assert lines[0].startswith(f"model: {24 * (12 * 1024**2 + 13 * 1024) + (2 + 60 + 16) * 1024:,} parameters")
-    assert "each of 2 ranks (ddp), with 6 windows of 16 characters" in lines[1]
+    assert "on each rank (2 ranks, ddp), at 6 windows of 16 characters" in lines[1]
     for word in ("weights", "gradients", "optimizer state", "activations", "peak", "memory found", "largest named"):
         assert sum(line.strip().startswith(word) for line in lines) == 1
     assert " 20 steps" in process.stdout
@@ -951,7 +951,7 @@ def test_the_time_is_that_of_steps_and_evaluations(tmp_path, monkeypatch):
     batches = math.ceil(len(trainer.text.eval_codes) / 32) + math.ceil(len(trainer.text.eval_codes) / 320)
     assert evaluation == pytest.approx(3.0 + 0.25 * batches, rel=0.05)  # a window more or less
     minutes = (530 * seconds + 6 * evaluation) / 60
-    assert plan.time_line(trainer, seconds, evaluation).startswith(f"time: about {minutes:.0f} minutes (a step 0.5 s")
+    assert plan.time_line(trainer, seconds, evaluation).startswith(f"time: about {minutes:.0f} minutes (0.5 s per step")
 
 
 def test_durations_in_words():

@@ -172,7 +172,7 @@ def test_the_command_for_a_named_model_works_as_it_stands(tmp_path):
     dry = [f"hydra.run.dir={tmp_path / 'my run'}", f"data_config.path={SAMPLE_TEXT}", "trainer_config.dry_run=true"]
     command = [sys.executable, "main.py", *dry, "gpt_config.model_type=gpt-nano", "gpt_config.n_head=3"]
     refused = run_program(*command)
-    advice = re.search(r"to have the name, add (.*)", refused.stderr)
+    advice = re.search(r"to use the name, add (.*)", refused.stderr)
     assert advice
     assert shlex.split(advice[1]) == NULLS
     process = run_program(*command, *shlex.split(advice[1]))
@@ -446,7 +446,7 @@ def test_running_again(finished_run, tmp_path):
     log = (run_dir / "main.log").read_text(encoding="utf-8")
     assert "step 24/48" not in log
     assert "step 25/48" in log
-    assert re.search("max_epochs was 1, is 2", longer.stderr)
+    assert "changed setting: trainer_config.max_epochs was 1, now 2" in longer.stderr
     assert load_snapshot(str(run_dir / "gpt_snapshot.pt"))["step"] == 48
     losses = read_losses(run_dir)
     assert min(losses) == 1

@@ -1055,7 +1055,7 @@ def test_writing_is_the_draws_and_can_be_stopped(visit: Visit) -> None:
         written[:40],
     )
     assert 40 < stopped < 540
-    assert "characters a second" in visit.text("#speed")
+    assert "characters per second" in visit.text("#speed")
 
 
 def test_controls_move_the_bars_in_place(visit: Visit) -> None:

@@ -595,7 +595,7 @@ def test_init_from_beside_a_snapshot(copied_run, tmp_path, caplog):
             again.resume()
             assert again.step == 6
         said = [message for message in caplog.messages if "goes on from its own snapshot" in message]
-        assert said == [f"this run began with {base} and goes on from its own snapshot; to begin anew: resume=false"]
+        assert said == [f"this run began with {base} and goes on from its own snapshot; to start over: resume=false"]
         for run_dir, began in ((tuned, base), (copied_run, "a new model")):  # the run without it has not forgotten
             with pytest.raises(ValueError, match=f"began with {began} .*resume=false"):
                 make_trainer(run_dir, from_other, ranks=ranks).resume()
@@ -778,7 +778,7 @@ def test_a_head_that_is_not_the_embedding_is_refused(old_run, tmp_path):
     snapshot = load_snapshot(str(old_run / "gpt_snapshot.pt"))
     snapshot["model"]["lm_head.weight"] = snapshot["model"]["wte.weight"] + 1
     save_snapshot(snapshot, str(tmp_path / "odd.pt"))
-    with pytest.raises(snapshot_module.DamagedSnapshotError, match=r"lm_head\.weight isn't wte\.weight"):
+    with pytest.raises(snapshot_module.DamagedSnapshotError, match=r"lm_head\.weight differs from wte\.weight"):
         load_model(str(tmp_path / "odd.pt"))
 
 

@@ -29,7 +29,7 @@ def fit_on(model: GPT, windows: Dataset, starts: np.ndarray, steps: int) -> None
 
 @torch.no_grad()
 def score(model: GPT, batch: tuple[Tensor, Tensor]) -> float:
-    """Mean loss in nats a character."""
+    """Mean loss in nats per character."""
     return float(model.eval()(*batch)[1])
 
 
