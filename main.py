@@ -39,7 +39,7 @@ from console.sweep import Outcome, directory_name, note_on_rates, sweep_table, s
 from data.corpus import find_text, read_text
 from distributed import Ranks, choose_dtype, is_alone, is_rank_0, leave, leave_if_lost, process_group
 from model import GPT
-from saving.moving import lock
+from saving.moving import lock, write_config
 from saving.run_snapshots import RunError, RunSnapshots
 from trainer import Trainer, run_eagerly
 
@@ -253,7 +253,7 @@ def begin_files(trainer: Trainer, run_dir: str) -> None:
 
         warn_of_separate_disks(trainer.snapshots.url, trainer.ranks)
     if trainer.ranks.is_main:
-        OmegaConf.save(OmegaConf.create(trainer.full_config), Path(run_dir) / "config.yaml")
+        write_config(run_dir, trainer.full_config)
 
 
 @contextmanager

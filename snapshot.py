@@ -73,14 +73,14 @@ def save_snapshot(snapshot: Snapshot, url: str, keep_previous: bool = True, is_f
         return
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
+    for name in (path, previous_url(path)):
+        if os.path.isdir(name):  # somebody's; no file can be put in its place
+            put_aside(name)
     with temporary_beside(path) as temporary:
-        with open(temporary, "xb") as file:
-            file.write(buffer.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())  # the bytes must be on the disk before the name points to them
+        write_to_disk(temporary, buffer.getbuffer())  # before the name points to it
         if is_first:
             _link(temporary, path)  # a rename would replace what another run may just have put there
-        elif keep_previous and os.path.exists(path):
+        elif keep_previous and os.path.isfile(path):
             with temporary_beside(previous_url(path)) as second:
                 os.replace(second if _link(path, second) else path, previous_url(path))
         os.replace(temporary, path)
@@ -91,9 +91,16 @@ def store_of(url: str) -> tuple[Any, str]:
     """The store that a URL leads to, and the path in it. What begins with no protocol is a path, "::" and all."""
     protocol = re.match(r"(\w[\w+.-]*)(://|::)", url)
     if protocol and (protocol[2] == "://" or protocol[1] in fsspec.available_protocols()):
-        filesystem, path = fsspec.url_to_fs(url)
-        return filesystem, path
+        return tuple(fsspec.url_to_fs(url))
     return LocalFileSystem(), LocalFileSystem._strip_protocol(url)
+
+
+def write_to_disk(path: str, content: Any) -> None:
+    """Write bytes to a new file, and wait until they are on the disk."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager
@@ -250,7 +257,7 @@ def load_newest(url: str, check: Callable[[Snapshot, str], None] = lambda snapsh
         if problems:
             log.warning("going on from the previous snapshot, %s", candidate)
             # Off the name: the next save makes the newest file the previous one, and this must not take its place.
-            move(url, f"{url}.damaged")
+            put_aside(url)
         return snapshot
     if problems:
         raise ValueError(
@@ -314,6 +321,15 @@ def stamp(url: str) -> str | None:
         return None
 
 
+def put_aside(url: str) -> str:
+    """Move what is damaged off its name. Returns the first free one of `url`.damaged, `url`.damaged+, and so on."""
+    target = f"{url}.damaged"
+    while stamp(target):
+        target += "+"
+    move(url, target)
+    return target
+
+
 def move(url: str, target: str) -> None:
     """Move a file within its store."""
     filesystem, path = store_of(url)
@@ -323,11 +339,6 @@ def move(url: str, target: str) -> None:
         os.replace(path, goal)
     else:
         filesystem.mv(path, goal)
-
-
-def is_same_place(url: str, other: str) -> bool:
-    """Whether two URLs are one file; relative paths are those of the working directory."""
-    return store_of(url) == store_of(other)
 
 
 def is_in(url: str, folder: str) -> bool:

@@ -408,7 +408,8 @@ class Trainer:
             f"guessing evenly among {c.vocab_size} different characters: loss {math.log(c.vocab_size):.2f}",
             f"steps: {state.total_steps:,} of {config.batch_size} windows of {c.block_size} characters; "
             f"an epoch: {self.sampler.steps_per_epoch:,}",
-            f"evaluations: every {config.eval_every_steps:,} steps, each about as long as {steps:,} step{'s' * (steps > 1)}",
+            f"evaluations: every {config.eval_every_steps:,} steps, each about as long as {steps:,} "
+            f"step{'s' * (steps > 1)}",
             *[advice] * (steps > config.eval_every_steps),
             f"machine: {str(self.dtype).removeprefix('torch.')} on {self.ranks.device}; a step: "
             f"{ranks_in_words(self.ranks.world_size)} x {self.accumulation_steps} x {self.micro_batch_size} windows",

@@ -10,7 +10,7 @@ from distributed import Ranks, broadcast_form, load_weights
 from hugging_face.reading import is_directory, read_directory
 from saving.contents import check_contents, check_model, differences
 from saving.run_snapshots import RunSnapshots
-from snapshot import Snapshot, is_same_place, load_snapshot
+from snapshot import Snapshot, load_snapshot, store_of
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def read_base(url: str, own: Snapshot | None) -> Snapshot:
         check_model(base, url)
     else:
         base, began = own, own["config"].get("trainer_config", {}).get("init_from")
-        if began is None or not is_same_place(began, url):
+        if began is None or not store_of(began) == store_of(url):
             raise ValueError(
                 f"trainer_config.init_from={url}: the run in this run directory began with {began or 'a new model'} "
                 f"and is at step {own['step']}; begin another one with hydra.run.dir=runs/NAME, or in its place with "

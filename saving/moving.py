@@ -8,7 +8,7 @@ from typing import Any
 import yaml  # comes with hydra-core
 
 from console.errors import described
-from snapshot import best_url, is_in, move, previous_url, stamp
+from snapshot import best_url, is_in, move, previous_url, stamp, temporary_beside, write_to_disk
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +18,20 @@ RUN_FILES = ("events.out.tfevents.*", "main.log", "trace.json")  # what else a r
 
 
 def snapshot_url(run_dir: str) -> str:
-    """Where the run in a directory keeps its latest snapshot; ValueError where its config.yaml can't be read."""
-    return str(_read_config(run_dir)["trainer_config"].get("snapshot_path") or Path(run_dir) / SNAPSHOT)
+    """Where the run in a directory keeps its latest snapshot; ValueError if its config.yaml can't be read.
+
+    A name without a folder is that of a file in the run directory, wherever that has moved.
+    """
+    place = _read_config(run_dir)["trainer_config"].get("snapshot_path") or SNAPSHOT
+    return place if "://" in place else str(Path(run_dir) / place)
+
+
+def write_config(run_dir: str | Path, config: dict[str, Any]) -> None:
+    """Write a run's config.yaml as a whole or not at all: the run is where it says."""
+    path = str(Path(run_dir) / CONFIG)
+    with temporary_beside(path) as temporary:
+        write_to_disk(temporary, yaml.safe_dump(config, allow_unicode=True, sort_keys=False).encode())
+        os.replace(temporary, path)
 
 
 def _read_config(run_dir: str) -> dict[str, Any]:
@@ -31,16 +43,19 @@ def _read_config(run_dir: str) -> dict[str, Any]:
         return {"trainer_config": {}}
     except Exception as error:  # whatever somebody has written into it
         raise ValueError(
-            f"{path} doesn't say where the run in this directory keeps its snapshots ({described(error)}); mend it, or "
-            "give this run a directory of its own with hydra.run.dir=runs/NAME"
+            f"{path} doesn't say where the run there keeps its snapshots ({described(error)}); mend it, or remove it if"
+            " they are there"
         ) from error
     return config
 
 
 def snapshots_at(url: str) -> list[str]:
-    """The snapshots of a run that are there, beginning with the latest, and what has been found damaged."""
-    usable = [url, previous_url(url), best_url(url)]
-    return [u for u in (*usable, *(f"{u}.damaged" for u in usable)) if stamp(u)]
+    """The snapshots of a run that are there, beginning with the latest, and what has been put aside as damaged."""
+    names = [url, previous_url(url), best_url(url), *(f"{u}.damaged" for u in (url, best_url(url)))]
+    for name in names:
+        if ".damaged" in name and stamp(name):
+            names.append(f"{name}+")
+    return [name for name in names if stamp(name)]
 
 
 def set_aside(run_dir: str) -> str:
@@ -54,7 +69,8 @@ def set_aside(run_dir: str) -> str:
     """
     folder, url = Path(run_dir), snapshot_url(run_dir)
     begun = next(folder.glob("old-*.moving"), None)  # the program was killed in the middle of this
-    snapshots, has_config = snapshots_at(url), (folder / CONFIG).exists()
+    snapshots = [*dict.fromkeys(snapshots_at(url) + snapshots_at(str(folder / SNAPSHOT)))]
+    has_config = (folder / CONFIG).exists()
     if not (begun or snapshots or has_config):
         return ""
     number = 1
@@ -70,10 +86,9 @@ def set_aside(run_dir: str) -> str:
             os.replace(path, moving / path.name)
         if has_config:  # last: until then it says what is still to be moved
             config = _read_config(run_dir)
-            if config["trainer_config"].get("snapshot_path"):
+            if not is_in(url, run_dir):
                 config["trainer_config"]["snapshot_path"] = beside(url, name)
-            text = yaml.safe_dump(config, allow_unicode=True, sort_keys=False)
-            (moving / CONFIG).write_text(text, encoding="utf-8")
+            write_config(moving, config)
             (folder / CONFIG).unlink()
         moving.rename(folder / name)
     except OSError as error:

@@ -21,14 +21,14 @@ from snapshot import (
     Snapshot,
     best_url,
     is_in,
-    is_same_place,
     load_newest,
     load_snapshot,
     local_path,
-    move,
     prepare,
+    put_aside,
     save_snapshot,
     stamp,
+    store_of,
 )
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class RunSnapshots:
 
     Attributes:
         url, best_url: where the latest and the best are, absolute.
-        setting: the snapshot_path for config.yaml to remember; None for the run directory's own, for that may move.
+        setting: the snapshot_path for config.yaml to remember; in the run directory, which may move, without a folder.
         errors: by URL, why the last save there failed; empty while all is well.
         last_step: the optimizer step of the latest snapshot; None where there is none.
     """
@@ -64,10 +64,12 @@ class RunSnapshots:
         self.is_active = ranks.is_main and not (settings.dry_run or settings.plan)
         if self.is_active and any(Path(run_dir).glob("old-*.moving")):  # the order to start over still holds
             log.info("moved the run that was to be started over to %s", set_aside(run_dir))
-        own = str(Path(run_dir) / SNAPSHOT)
-        url = settings.snapshot_path or (snapshot_url(run_dir) if self.resume else own)
+        self.own_url = str(Path(run_dir) / SNAPSHOT)
+        url = settings.snapshot_path or (snapshot_url(run_dir) if self.resume else self.own_url)
         self.url = local_path(url) or url  # absolute: the next start may come from another working directory
-        self.setting = None if is_same_place(self.url, own) else self.url
+        name = os.path.basename(self.url) if is_in(self.url, run_dir) else self.url
+        self.setting = None if name == SNAPSHOT else name
+        self.is_remembered = settings.snapshot_path is None and self.setting is not None
         self.best_url = best_url(self.url)
         self.launch_of_restart = ranks.launch if ranks.is_restart else None
         self.written_by = {"directory": os.path.abspath(run_dir), "launch": ranks.launch}  # "run" in every snapshot
@@ -76,10 +78,9 @@ class RunSnapshots:
         self._stamps: dict[str, str | None] = {}  # by URL, what this process has last found or written there
 
     def save(self, state: Snapshot, is_best: bool = False) -> None:
-        """Save the state of the run as the latest snapshot or as the best one. A failure is logged and remembered.
+        """Save the state of the run as the latest snapshot or as the best one; RunError if another run's is there now.
 
-        Raises:
-            RunError: what is there now was written by another run.
+        Another failure is logged and remembered.
         """
         if not self.is_active:
             return
@@ -112,10 +113,11 @@ class RunSnapshots:
         if snapshot is None:
             self._begin()
         else:
-            self._check_directory(snapshot)
+            self._check_directory(snapshot, self.url)
             if problem:
                 log.warning("no usable best snapshot, the next evaluation makes one: %s", problem)
-            snapshot["best"], self.last_step = best, snapshot["step"]
+            snapshot["best"] = best or (snapshot["best_eval_loss"], snapshot["best_step"])
+            self.last_step = snapshot["step"]
             log.info("going on from %s after step %d", self.url, snapshot["step"])
         self._stamps = {url: stamp(url) for url in (self.url, self.best_url)}
         return snapshot
@@ -130,8 +132,8 @@ class RunSnapshots:
         is_own = self.resume or (snapshot or {}).get("run", {}).get("launch") == self.launch_of_restart
         return snapshot if is_own else None
 
-    def _best_so_far(self, check: Check) -> tuple[tuple[float, int], str]:
-        """((loss, step) of the best snapshot, why it can't be used): it may be newer than the one to go on from."""
+    def _best_so_far(self, check: Check) -> tuple[tuple[float, int] | None, str]:
+        """((loss, step) of the best snapshot, which may be newer than the one to go on from; why it can't be used)."""
         try:
             best = load_snapshot(self.best_url)
             check(best, self.best_url)
@@ -139,40 +141,48 @@ class RunSnapshots:
             return (math.inf, 0), ""
         except ValueError as error:  # damaged, or of another run
             return (math.inf, 0), str(error)
-        return (best["best_eval_loss"], best["best_step"]), ""
+        # Former versions wrote it before its loss was known: the latest knows it.
+        return (best["best_eval_loss"], best["best_step"]) if best["best_step"] == best["step"] else None, ""
 
     def _begin(self) -> None:
         """Make room for a new run, and never in silence: what the directory says of an old one counts."""
-        old = snapshot_url(self.run_dir)
-        kept = [url for url in snapshots_at(old) if not url.endswith(".damaged")]
-        taken = [] if is_same_place(old, self.url) else snapshots_at(self.url)
+        old, start_over = (
+            snapshot_url(self.run_dir),
+            "to start over and move the rest aside, trainer_config.resume=false",
+        )
+        kept = snapshots_at(old)
         if self.resume and kept:
+            best = "" if "damaged" in kept[0] else f"to go on, say trainer_config.snapshot_path={kept[0]}; "
+            problem = f"has {kept[0]}, and no snapshot to go on from at {self.url}; {best}{start_over}"
+            raise ValueError(f"the run in {self.run_dir} {problem}")
+        if self.is_remembered:
+            problem = f"{old}, where nothing is now; to begin anew there, say trainer_config.snapshot_path={old}"
+            raise ValueError(f"the run in {self.run_dir} had its snapshots at {problem}; {start_over}")
+        if store_of(self.url) not in (store_of(old), store_of(self.own_url)) and (taken := snapshots_at(self.url)):
             raise ValueError(
-                f"the run in {self.run_dir} has {kept[0]}, and no snapshot to go on from at {self.url}; to go on, say "
-                f"trainer_config.snapshot_path={kept[0]}; to start over and move it aside, trainer_config.resume=false"
-            )
-        if taken:
-            raise ValueError(
-                f"{taken[0]} is there, but not from the run in {self.run_dir}; move it away, or name another place "
-                "with trainer_config.snapshot_path"
+                f"{taken[0]} is there already; move it away, or name another place with trainer_config.snapshot_path"
             )
         # Restarted before its first save, a launch finds its own log and curves, and nothing else.
         if not self.resume and (kept or self.launch_of_restart is None):
+            if kept and not is_in(old, self.run_dir):
+                with suppress(DamagedSnapshotError, FileNotFoundError):  # nobody can tell whose it was
+                    self._check_directory(load_snapshot(old), old)
             if folder := set_aside(self.run_dir):
                 how = shlex.quote(f"hydra.run.dir={folder}")
                 log.info("moved the run that was there to %s; to go on with it: python main.py %s", folder, how)
         elif (Path(self.run_dir) / CONFIG).exists():
             log.info("there is no snapshot at %s: the run begins with step 1", self.url)
 
-    def _check_directory(self, snapshot: Snapshot) -> None:
+    def _check_directory(self, snapshot: Snapshot, url: str) -> None:
         """Raise ValueError if a snapshot outside of the run directory belongs to the run in another one."""
         other = snapshot["run"]["directory"]
-        is_ours = is_in(self.url, self.run_dir) or os.path.realpath(other) == os.path.realpath(self.run_dir)
-        if not is_ours and Path(other).is_dir() and not is_same_place(snapshot_url(other), self.url):
-            is_ours = is_same_place(snapshot_url(self.run_dir), self.url)  # moved aside, out of that directory
+        is_ours = is_in(url, self.run_dir) or os.path.realpath(other) == os.path.realpath(self.run_dir)
+        # Renamed or moved aside: this directory's config.yaml names the place, and the other's doesn't any more.
+        if not is_ours and store_of(snapshot_url(self.run_dir)) == store_of(url) != store_of(snapshot_url(other)):
+            is_ours = True
         if not is_ours:
             raise ValueError(
-                f"{self.url} holds step {snapshot['step']} of the run in {other}, and this run's directory is "
+                f"{url} holds step {snapshot['step']} of the run in {other}, and this run's directory is "
                 f"{self.written_by['directory']}; go on with that run by hydra.run.dir={other}, or give this one "
                 "another trainer_config.snapshot_path"
             )
@@ -185,8 +195,7 @@ class RunSnapshots:
         try:
             other = load_snapshot(url)
         except DamagedSnapshotError as error:
-            log.warning("%s; it is kept as %s.damaged", error, url)
-            move(url, f"{url}.damaged")
+            log.warning("%s; it is kept as %s", error, put_aside(url))
             return True
         writer = other["run"] if isinstance(other.get("run"), dict) else {}
         if writer != self.written_by:  # equal: a save that seemed to have failed has arrived after all

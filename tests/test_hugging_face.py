@@ -545,7 +545,10 @@ REFUSED = {
     "another shape": (lambda d: tensors(d, **{FC: torch.ones(32, 8)}), r"c_fc.weight is F32 \[32, 8\]"),
     "integers": (lambda d: tensors(d, **{FC: torch.ones(8, 32).int()}), "c_fc.weight is I32"),
     "a missing tensor": (lambda d: tensors(d, **{FC: GONE}), r"missing or unknown weights: h.0.mlp.c_fc.weight"),
-    "another tensor": (lambda d: tensors(d, transformer__h__0__gate=torch.ones(1)), r"missing or unknown weights: h.0.gate"),
+    "another tensor": (
+        lambda d: tensors(d, transformer__h__0__gate=torch.ones(1)),
+        r"missing or unknown weights: h.0.gate",
+    ),
     "another head": (lambda d: tensors(d, lm_head__weight=torch.ones(9, 8)), "lm_head.weight differs from wte.weight"),
     "not a number": (lambda d: tensors(d, **{FC: torch.full((8, 32), torch.nan)}), "not finite"),
     "byte pairs": (

@@ -32,7 +32,7 @@ from config import TrainerConfig
 from distributed import Ranks
 from saving.contents import check_contents
 from saving.finding import load_model
-from saving.moving import set_aside
+from saving.moving import set_aside, snapshot_url, write_config
 from saving.run_snapshots import RunError, RunSnapshots
 from snapshot import FORMAT_VERSION, best_url, load_snapshot, previous_url, save_snapshot
 
@@ -306,28 +306,134 @@ def test_a_config_that_can_t_be_read_is_one_line(copied_run, content):
         make_trainer(copied_run, ranks=ranks)
 
 
-@pytest.mark.parametrize("is_best", [False, True])
-@pytest.mark.parametrize("damage", ["cut off", "a directory"])
-def test_a_snapshot_damaged_in_mid_run_costs_no_later_save(tmp_path, caplog, is_best, damage):
-    """Catches a run that can't save any more, and loses its end, because of one file that somebody has broken."""
+@pytest.mark.parametrize("name", ["gpt_snapshot.pt", "gpt_snapshot.best.pt", "gpt_snapshot.prev.pt"])
+@pytest.mark.parametrize("damages", ["cut off", "directory", "cut off, directory, cut off", "directory, directory"])
+def test_a_snapshot_damaged_in_mid_run_costs_no_later_save(tmp_path, name, damages):
+    """Catches a run that can't save any more, and loses its end, because of files that somebody has broken."""
+    path = tmp_path / name
     with world_of_one() as ranks:
         trainer = make_trainer(tmp_path, ranks=ranks)
         trainer.resume()
-        for trainer.state.step in (5, 10):
+        trainer.state.step = 5
+        trainer._save()
+        for trainer.state.step, damage in enumerate(damages.split(", "), 10):
             trainer._save()
             trainer._save(is_best=True)
-        path = Path(trainer.snapshots.best_url if is_best else trainer.snapshots.url)
-        if damage == "cut off":
-            path.write_bytes(path.read_bytes()[:-100])
-        else:
-            path.unlink()
-            path.mkdir()
-        trainer.state.step = 15
-        trainer._save(is_best)
-    assert trainer.snapshots.errors == {}
-    assert f"it is kept as {path}.damaged" in caplog.text
-    assert load_snapshot(str(path))["step"] == 15
-    assert load_snapshot(str(tmp_path / "gpt_snapshot.prev.pt"))["step"] == 5  # never the damaged one
+            if damage == "cut off":
+                path.write_bytes(path.read_bytes()[:-100])
+            else:
+                path.unlink()
+                path.mkdir()
+                (path / "somebody's").touch()
+            before = load_snapshot(str(tmp_path / "gpt_snapshot.prev.pt"))["step"] if "prev" not in name else None
+            trainer.state.step += 50
+            trainer._save()
+            trainer._save(is_best=True)
+            assert trainer.snapshots.errors == {}
+            for place in (str, best_url):
+                assert load_snapshot(place(str(tmp_path / "gpt_snapshot.pt")))["step"] == trainer.state.step
+            if name == "gpt_snapshot.pt":  # the damaged one never takes its place
+                assert load_snapshot(str(tmp_path / "gpt_snapshot.prev.pt"))["step"] == before
+    put_aside = len(list(tmp_path.glob("*.damaged*")))
+    assert put_aside == len(damages.split(", ")) - ("prev" in name) * damages.count("cut off")  # replaced by the next
+
+
+def test_config_is_there_as_a_whole(tmp_path, monkeypatch):
+    """Catches a kill while config.yaml is written, after which no start can tell where the run is, for ever."""
+    write_config(tmp_path, {"trainer_config": {"snapshot_path": "s3://here/x.pt"}})
+
+    def die(handle: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", die)
+    with pytest.raises(KeyboardInterrupt):
+        write_config(tmp_path, {"trainer_config": {"snapshot_path": "s3://there/x.pt"}})
+    assert snapshot_url(str(tmp_path)) == "s3://here/x.pt"
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_run_directory_may_move_whatever_its_snapshot_is_called(tmp_path):
+    """Catches a run that begins anew, and writes to where its directory was, because its config.yaml says so."""
+    for name in ("a", "b"):
+        settings = ["trainer_config.max_steps=5", f"trainer_config.snapshot_path={tmp_path / name / 'my.pt'}"]
+        assert train(tmp_path / name, *settings, f"trainer_config.resume={str(name == 'a').lower()}").returncode == 0
+    (tmp_path / "a").rename(tmp_path / "moved")
+    assert "already finished" in train(tmp_path / "moved", "trainer_config.max_steps=5").stderr
+    train(tmp_path / "b", "trainer_config.max_steps=5", "trainer_config.resume=false")
+    (tmp_path / "b" / "old-1").rename(tmp_path / "old")
+    assert "already finished" in train(tmp_path / "old", "trainer_config.max_steps=5").stderr
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_run_directory_with_snapshots_elsewhere_may_be_renamed(tmp_path):
+    """Catches a run that can't go on under its new name, and is told to use the one that isn't there any more."""
+    settings = ["trainer_config.max_steps=5", f"trainer_config.snapshot_path={tmp_path / 'x.pt'}"]
+    assert train(tmp_path / "a", *settings).returncode == 0
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert "already finished" in train(tmp_path / "b", *settings).stderr
+
+
+def test_a_place_that_is_not_there_is_no_fresh_start(tmp_path):
+    """Catches a disk that isn't mounted, or a relative path of an older program, taken for a run without a snapshot."""
+    place = tmp_path / "disk" / "x.pt"
+    write_config(tmp_path, {"trainer_config": {"snapshot_path": str(place)}})
+    refused = train(tmp_path, "trainer_config.max_steps=5")
+    assert refused.returncode == 1
+    assert f"had its snapshots at {place}, where nothing is now; to begin anew there, say" in refused.stderr
+    assert train(tmp_path, "trainer_config.max_steps=5", f"trainer_config.snapshot_path={place}").returncode == 0
+
+
+def test_what_is_damaged_alone_is_no_fresh_start(copied_run):
+    """Catches step 0 without a word, although something of the run is left, and advice to go on with what is broken."""
+    (copied_run / "gpt_snapshot.pt").rename(copied_run / "gpt_snapshot.pt.damaged")
+    for name in ("prev", "best"):
+        (copied_run / f"gpt_snapshot.{name}.pt").unlink()
+    with (
+        world_of_one() as ranks,
+        pytest.raises(ValueError, match=r"has .*\.damaged, and no snapshot .*resume=false$") as e,
+    ):
+        make_trainer(copied_run, ranks=ranks).resume()
+    assert "to go on" not in str(e.value).split("; ", 1)[1]
+
+
+def test_a_copied_directory_does_not_take_the_snapshots_of_the_other(tmp_path):
+    """Catches resume=false that moves another run's snapshots aside, perhaps while that is at work."""
+    settings = ["trainer_config.max_steps=5", f"trainer_config.snapshot_path={tmp_path / 'store' / 'x.pt'}"]
+    assert train(tmp_path / "a", *settings).returncode == 0
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    before = contents(tmp_path)
+    refused = train(tmp_path / "b", "trainer_config.resume=false")
+    assert refused.returncode == 1
+    assert f"holds step 5 of the run in {tmp_path / 'a'}" in refused.stderr
+    assert contents(tmp_path) == before
+
+
+def test_a_run_that_went_on_from_its_best_can_be_started_over(copied_run):
+    """Catches a way on that the program has named itself, and that ends in a refusal."""
+    best = copied_run / "gpt_snapshot.best.pt"
+    with world_of_one() as ranks:
+        make_trainer(copied_run, f"trainer_config.snapshot_path={best}", ranks=ranks).resume()
+        write_config(copied_run, {"trainer_config": {"snapshot_path": best.name}})
+        make_trainer(copied_run, "trainer_config.resume=false", ranks=ranks).resume()
+    assert [path.name for path in copied_run.iterdir()] == ["old-1"]
+    assert len(list((copied_run / "old-1").glob("*.pt"))) == 3
+
+
+def test_the_best_loss_of_all_is_to_be_beaten(copied_run):
+    """Catches a best snapshot that counts as worse than it is, and is overwritten by a worse one.
+
+    It may be newer than the one to go on from; or of an older program, which wrote it before its loss was known.
+    """
+    latest, best = str(copied_run / "gpt_snapshot.pt"), str(copied_run / "gpt_snapshot.best.pt")
+    kept = load_snapshot(best)
+    pair = {key: kept[key] for key in ("best_eval_loss", "best_step")}
+    with world_of_one() as ranks:
+        for step, told in ((15, {}), (20, {"best_eval_loss": 9.0, "best_step": 5})):
+            save_snapshot(load_snapshot(latest) | ({"step": step} if step == 15 else pair), latest)
+            save_snapshot(kept | told, best, keep_previous=False)
+            trainer = make_trainer(copied_run, ranks=ranks)
+            trainer.resume()
+            assert {key: getattr(trainer.state, key) for key in pair} == pair
 
 
 @pytest.mark.parametrize("name", ["a::b", "s3::run", "memory:"])
