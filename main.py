@@ -23,6 +23,7 @@ import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -35,7 +36,7 @@ from console.errors import one_line
 from console.hints import EXPLAINED, explain, help_text, hint, long_number
 from console.logs import open_log_file, set_up_logging
 from console.reporter import Reporter
-from console.sweep import Outcome, directory_name, note_on_rates, sweep_table, swept
+from console.sweep import Outcome, directory_name, note_on_rates, sweep_table
 from data.corpus import find_text, read_text
 from distributed import Ranks, choose_dtype, is_alone, is_rank_0, leave, leave_if_lost, process_group
 from model import GPT
@@ -53,7 +54,7 @@ for name in RECIPES:  # `+recipe=NAME` lays recipes/NAME.yaml over the defaults
 # The default run directory and the default text lie in the project, wherever the command is typed.
 OmegaConf.register_new_resolver("project", lambda path: str(PROJECT / path))
 OmegaConf.register_new_resolver("help", help_text)
-OmegaConf.register_new_resolver("name", lambda overrides: directory_name(overrides, swept(sys.argv)))
+OmegaConf.register_new_resolver("name", lambda overrides: directory_name(overrides, swept()))
 
 OUTCOMES: list[Outcome] = []  # of the runs so far: a sweep has several
 
@@ -136,7 +137,7 @@ def train(cfg: DictConfig) -> None:
     outcome = Outcome(len(OUTCOMES) + 1, hydra_config.runtime.output_dir, settings)
     OUTCOMES.append(outcome)
     if is_sweep() and is_rank_0():
-        note = note_on_rates(sys.argv, cfg.optimizer_config.name) if outcome.number == 1 else ""
+        note = note_on_rates(swept(), cfg.optimizer_config.name) if outcome.number == 1 else ""
         sys.stderr.write(f"{note}\nrun {outcome.number}: {' '.join(settings)}\n")
     try:
         outcome.loss, outcome.end = run(cfg, outcome.run_dir)
@@ -285,10 +286,16 @@ def is_sweep() -> bool:
     return HydraConfig.get().mode is RunMode.MULTIRUN
 
 
+def swept() -> dict[str, str]:
+    """Of each key that the command tries several values of, these, as they were typed."""
+    typed = OverridesParser.create().parse_overrides([word for word in sys.argv[1:] if not word.startswith("-")])
+    return {word.key_or_group: str(word.input_line).split("=", 1)[1] for word in typed if word.is_sweep_override()}
+
+
 def check_sweep(cfg: DictConfig) -> None:
     """Raise ValueError if all runs of a sweep would save to one place."""
     url = cfg._get_node("trainer_config")._get_node("snapshot_path")._value()  # type: ignore[union-attr]
-    if is_sweep() and url is not None and "${" not in url and "trainer_config.snapshot_path" not in swept(sys.argv):
+    if is_sweep() and url is not None and "${" not in url and "trainer_config.snapshot_path" not in swept():
         raise ValueError(
             f"trainer_config.snapshot_path={url}: all runs of a sweep would save there; leave it out, and each saves "
             "to its own run directory"

@@ -322,10 +322,8 @@ def stamp(url: str) -> str | None:
 
 
 def put_aside(url: str) -> str:
-    """Move what is damaged off its name. Returns the first free one of `url`.damaged, `url`.damaged+, and so on."""
-    target = f"{url}.damaged"
-    while stamp(target):
-        target += "+"
+    """Move what is damaged off its name, and return the new one. One damaged file is kept, and every directory."""
+    target = f"{url}.damaged" if not os.path.isdir(local_path(url) or "") else f"{url}.{uuid.uuid4().hex[:8]}"
     move(url, target)
     return target
 

@@ -419,6 +419,8 @@ class Trainer:
             "a dry run: nothing will be saved" if config.dry_run else f"snapshots: {self.snapshots.url}",
         ]
 
+    # ------------------------------------------------------------------------------ armour: faults of any of the ranks
+
     def _say_if_rates_jump(self, former: dict[str, Any]) -> None:
         """Log it if the next learning rate is higher than the configuration in a snapshot would have made it."""
         try:
@@ -437,8 +439,6 @@ class Trainer:
                 "the learning rate jumps up, from %.2f to %.2f of its peak; a run that may be prolonged should have "
                 "optimizer_config.lr_decay=wsd from the start", was, now
             )  # fmt: skip
-
-    # ------------------------------------------------------------------------------ armour: faults of any of the ranks
 
     def _agree_to_step(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Let all ranks decide together, while the weights are still unchanged, whether to go on.

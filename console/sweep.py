@@ -54,19 +54,14 @@ def sweep_table(outcomes: list[Outcome]) -> str:
     return "\n".join(["", "the runs of this sweep, best first:", *lines, f"in {printable(folder)}", ""])
 
 
-def swept(typed: list[str]) -> dict[str, str]:
-    """What a command line tries in turn: the values of each key, as they were typed."""
-    return {key.lstrip("+"): values for key, _, values in (word.partition("=") for word in typed) if "," in values}
-
-
-def note_on_rates(typed: list[str], name: str) -> str:
+def note_on_rates(tried: dict[str, str], name: str) -> str:
     """What the beginning of a sweep says where it tries a learning rate that most of the weights don't have.
 
     Args:
-        typed: the command's arguments.
+        tried: of each key that the sweep tries several values of, these, as they were typed.
         name: the optimizer's, where the sweep tries no others.
     """
-    tried, key = swept(typed), "optimizer_config.learning_rate"
+    key = "optimizer_config.learning_rate"
     if key not in tried or "optimizer_config.muon_learning_rate" in tried:
         return ""
     if "muon" not in tried.get("optimizer_config.name", name):

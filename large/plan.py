@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import statistics
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -264,6 +265,8 @@ def time_steps(trainer: Any) -> float:
     batches, seconds = trainer._batches(), list[float]()
     trainer.model.train()
     while broadcast_from_main(len(seconds) < 4 or (len(seconds) < 20 and sum(seconds) < 5.0)):
+        if trainer.state.stop_signal:  # all ranks have agreed
+            sys.exit(128 + trainer.state.stop_signal)
         seconds.append(seconds_of(lambda: trainer._train_step(batches), trainer.ranks.device))
         trainer.state.step += 1
     return statistics.median(seconds[2:])  # the first ones allocate, and compile perhaps

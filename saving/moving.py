@@ -51,10 +51,7 @@ def _read_config(run_dir: str) -> dict[str, Any]:
 
 def snapshots_at(url: str) -> list[str]:
     """The snapshots of a run that are there, beginning with the latest, and what has been put aside as damaged."""
-    names = [url, previous_url(url), best_url(url), *(f"{u}.damaged" for u in (url, best_url(url)))]
-    for name in names:
-        if ".damaged" in name and stamp(name):
-            names.append(f"{name}+")
+    names = [url, previous_url(url), best_url(url), f"{url}.damaged", f"{best_url(url)}.damaged"]
     return [name for name in names if stamp(name)]
 
 

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from test_generate import PROMPT, load, run_generate, snapshot  # noqa: F401 (fixture)
 from test_trainer import make_trainer, world_of_one
 
+import main
 from console import logs, reporter, sweep
 from console.prompts import COMMANDS, HELP, obey, unescape
 from console.reporter import Reporter, Stopwatch, lesson
@@ -249,12 +250,15 @@ def test_a_prolonged_run_says_that_its_rate_jumps_up(tmp_path, caplog):
         (["optimizer_config.learning_rate=1e-3,1e-2", "optimizer_config.name=adamw,muon"], "adamw", True),
         (["optimizer_config.learning_rate=1e-3,1e-2"], "adamw", False),
         (["optimizer_config.learning_rate=1e-3,1e-2", "optimizer_config.muon_learning_rate=.01,.02"], "muon", False),
+        (["optimizer_config.learning_rate=range(1,3)"], "muon", True),  # no comma is needed
         (["optimizer_config.learning_rate=1e-3", "trainer_config.seed=1,2"], "muon", False),
+        (["+optimizer_config.learning_rate=[1e-3,1e-2]"], "muon", False),  # a list is one value
     ],
 )
-def test_a_sweep_over_adamws_rate_says_that_it_is_adamws(typed, name, is_told):
+def test_a_sweep_over_adamws_rate_says_that_it_is_adamws(monkeypatch, typed, name, is_told):
     """Catches a sweep over a learning rate that most of the weights don't have, read as if they had it."""
-    note = sweep.note_on_rates(typed, name)
+    monkeypatch.setattr(sys, "argv", ["main.py", "-m", *typed])
+    note = sweep.note_on_rates(main.swept(), name)
     assert bool(note) == is_told
     assert not is_told or "optimizer_config.muon_learning_rate" in note
 
