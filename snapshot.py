@@ -369,11 +369,10 @@ def check_is_file(path: str) -> None:
 
 
 def _force_to_disk(path: str) -> None:
-    """Force a file, or a directory's entries, to the disk."""
-    if os.path.isdir(path) and os.name != "posix":
-        return  # such systems can't open a directory
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    """Force a directory's entries to the disk."""
+    if os.name == "posix":  # other systems can't open a directory
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
