@@ -23,7 +23,11 @@ from console import environment  # noqa: F401  (first, as in main.py)
 
 if sys.argv[1] == "torchrun":
     agent = os.getppid()
+    run_dir = next(word.partition("=")[2] for word in sys.argv if word.startswith("hydra.run.dir="))
+    Path(f"{run_dir}.rank{os.environ['RANK']}").touch()
     if os.environ["RANK"] == sys.argv[3]:
+        while not Path(f"{run_dir}.rank0").exists():  # before its first lines, a rank can't know its launcher
+            time.sleep(0.01)
         os.kill(agent, signal.SIGKILL)
     while os.getppid() == agent:
         time.sleep(0.01)
