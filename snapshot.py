@@ -254,8 +254,9 @@ def load_newest(url: str, check: Callable[[Snapshot, str], None] = lambda snapsh
             log.warning("%s", error)
             problems.append(str(error))
             continue
-        if problems:
+        if candidate != url:
             log.warning("going on from the previous snapshot, %s", candidate)
+        if problems:
             # Off the name: the next save makes the newest file the previous one, and this must not take its place.
             put_aside(url)
         return snapshot

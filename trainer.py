@@ -249,7 +249,7 @@ class Trainer:
         began = snapshot["config"].get("trainer_config", {}).get("init_from")
         self.full_config["trainer_config"]["init_from"] = began
         for name, was, now in differences(snapshot["config"], self.full_config):
-            if name != "trainer_config.resume":  # no property of the run
+            if name not in ("trainer_config.resume", "trainer_config.snapshot_path"):  # the header has the place
                 log.info("changed setting: %s was %s, now %s", name, was, now)
         self._say_if_rates_jump(snapshot["config"])
         if self.step >= self.state.total_steps:

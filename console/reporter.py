@@ -163,7 +163,8 @@ class Reporter:
         log.info("to see the curves: %s", shlex.join(["tensorboard", "--logdir", self.run_dir]))
         log.info("to write text: %s", command("generate.py", best_snapshot))
         log.info("to look inside: %s", command("look.py", best_snapshot))
-        go_on = f"to go on, raise trainer_config.{key}; " if len(learned) == 1 else ""  # no advice against the other
+        also = "" if self.config.get("trainer_config.resume", True) else " and leave out trainer_config.resume=false"
+        go_on = f"to go on, raise trainer_config.{key}{also}; " if len(learned) == 1 else ""  # not against other advice
         log.info("%sto start over, set trainer_config.resume=false", go_on)
 
     def _write_hyperparameters(self, best_loss: float, step: int) -> None:

@@ -169,7 +169,7 @@ class RunSnapshots:
                     self._check_directory(load_snapshot(old), old)
             if folder := set_aside(self.run_dir):
                 how = shlex.quote(f"hydra.run.dir={folder}")
-                log.info("moved the run that was there to %s; to go on with it: python main.py %s", folder, how)
+                log.info("moved the run that was there to %s; to go on with it: its settings and %s", folder, how)
         elif (Path(self.run_dir) / CONFIG).exists():
             log.info("there is no snapshot at %s: the run begins with step 1", self.url)
 
