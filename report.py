@@ -21,6 +21,7 @@ from console.errors import one_line, one_line_at_the_end
 from console.text import printable, run_row
 from model import GPT, GPTConfig
 from saving.contents import check_contents
+from saving.moving import snapshot_url
 from snapshot import load_snapshot, previous_url
 
 
@@ -61,14 +62,15 @@ def read_runs(folder: Path) -> list[Run]:
 
 def read_run(run_dir: Path, name: str) -> Run:
     """Read a run's latest snapshot and its curves; what is wrong with them is raised as it comes."""
-    url = str(run_dir / "gpt_snapshot.pt")
+    url = latest = snapshot_url(str(run_dir))
     try:
-        snapshot = load_snapshot(url)
-    except FileNotFoundError as error:  # not yet; or in the middle of a save; or trainer_config.snapshot_path
-        url = previous_url(url)
-        if not Path(url).exists():
-            raise ValueError("there is no gpt_snapshot.pt: it hasn't saved yet, or saves to another place") from error
-        snapshot = load_snapshot(url)
+        try:
+            snapshot = load_snapshot(url)
+        except FileNotFoundError:
+            url = previous_url(url)
+            snapshot = load_snapshot(url)
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no snapshot at {latest}: it hasn't saved yet, or what it saved is gone") from error
     check_contents(snapshot, url)
     with torch.device("meta"):  # no memory: it is only counted
         parameters = GPT(GPTConfig(**snapshot["model_config"])).num_parameters()

@@ -9,7 +9,19 @@ from conftest import TINY_RUN, TINY_SIZES, read_losses, run_program
 from test_trainer import make_trainer, world_of_one
 
 from report import Run, read_runs, run_table
+from saving.moving import write_config
 from snapshot import load_snapshot, save_snapshot
+
+
+def test_a_run_whose_snapshots_lie_elsewhere_is_in_the_table(tmp_path):
+    """Catches a run that is left out, as if it had saved nothing, because its snapshots are not in its directory."""
+    place = tmp_path / "store" / "mine.pt"
+    with world_of_one() as ranks:
+        settings = ["trainer_config.max_steps=5", f"trainer_config.snapshot_path={place}"]
+        trainer = make_trainer(tmp_path / "runs" / "one", *settings, ranks=ranks)
+        trainer.fit()
+    write_config(tmp_path / "runs" / "one", trainer.full_config)
+    assert [(run.name, run.steps) for run in read_runs(tmp_path / "runs")] == [("one", 5)]
 
 
 def test_the_table_of_all_runs(tmp_path):
@@ -26,7 +38,7 @@ def test_the_table_of_all_runs(tmp_path):
             trainer.fit()
     for name in ("cut off", "empty", "odd", "without config"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").write_text("{}")
+        (tmp_path / name / "config.yaml").write_text("trainer_config: {}")
     whole = (tmp_path / "long" / "gpt_snapshot.pt").read_bytes()
     (tmp_path / "cut off" / "gpt_snapshot.pt").write_bytes(whole[: len(whole) // 2])
     state = load_snapshot(str(tmp_path / "long" / "gpt_snapshot.pt"))
@@ -109,7 +121,7 @@ def test_a_name_is_shown_and_not_obeyed(tmp_path):
     with world_of_one() as ranks:
         make_trainer(tmp_path / name, "trainer_config.max_steps=1", ranks=ranks).fit()
     (tmp_path / f"{name}\udcff").mkdir()
-    (tmp_path / f"{name}\udcff" / "config.yaml").write_text("{}")
+    (tmp_path / f"{name}\udcff" / "config.yaml").write_text("trainer_config: {}")
     process = run_program(sys.executable, "report.py", tmp_path)
     assert process.returncode == 0, process.stderr
     assert r"a\x1b[2Jb (max_steps)" in process.stdout
