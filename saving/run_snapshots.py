@@ -146,11 +146,8 @@ class RunSnapshots:
 
     def _begin(self) -> None:
         """Make room for a new run, and never in silence: what the directory says of an old one counts."""
-        old, start_over = (
-            snapshot_url(self.run_dir),
-            "to start over and move the rest aside, trainer_config.resume=false",
-        )
-        kept = snapshots_at(old)
+        old = snapshot_url(self.run_dir)
+        kept, start_over = snapshots_at(old), "to start over and move the rest aside, trainer_config.resume=false"
         if self.resume and kept:
             best = "" if "damaged" in kept[0] else f"to go on, say trainer_config.snapshot_path={kept[0]}; "
             problem = f"has {kept[0]}, and no snapshot to go on from at {self.url}; {best}{start_over}"
@@ -178,9 +175,7 @@ class RunSnapshots:
         other = snapshot["run"]["directory"]
         is_ours = is_in(url, self.run_dir) or os.path.realpath(other) == os.path.realpath(self.run_dir)
         # Renamed or moved aside: this directory's config.yaml names the place, and the other's doesn't any more.
-        if not is_ours and store_of(snapshot_url(self.run_dir)) == store_of(url) != store_of(snapshot_url(other)):
-            is_ours = True
-        if not is_ours:
+        if not (is_ours or store_of(snapshot_url(self.run_dir)) == store_of(url) != store_of(snapshot_url(other))):
             raise ValueError(
                 f"{url} holds step {snapshot['step']} of the run in {other}, and this run's directory is "
                 f"{self.written_by['directory']}; go on with that run by hydra.run.dir={other}, or give this one "
